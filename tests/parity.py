@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import zk
 from tests import softgpu
-from tests.adversary import adversarial_drive, late_worker
+from tests.adversary import adversarial_drive
 from tests.models import GPT, batch, loss_of, unlike_the_first
 from tests.plain import train_plain
-from zk.offload import spill, transfer
+from zk import store
 from zk.offload.cpu_adam import CPUAdam, default_engine
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,19 +36,12 @@ class Case:
     tier: str = "host"
     clip: float | None = 0.5
     no_sync: bool = False
-    narrow: bool = False  # sums of micro-batches in ``dtype``
-    vertical: bool = False  # by ``accumulate``
     steps: int = 10
-    overlap: bool = True
     prefetch: int = 1
     tolerance: float = 0.0  # 0: bitwise
     adversary: bool = False  # tier "nvme": transfers come late, in any order, into memory that holds NaN
-    overlap_step: bool | str = False
-    delay: int | None = None  # of updates
-    keep_gradients: bool = True
-    update_on: str = "host"
+    overlap_step: bool = False
     params: str = ""  # their tier at stage 3, if not ``tier``
-    computes: str | None = None  # compute_dtype
     budgets: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
@@ -244,10 +237,6 @@ def forward(model: nn.Module, ids: Tensor, step: int) -> Tensor:
     return loss_of(model, ids, branch=step % 3 == 1) if getattr(model, "variant", "") == "sometimes" else loss_of(model, ids)
 
 
-def loss_at(step: int, model: nn.Module, ids: Tensor) -> Tensor:
-    return forward(model, ids, step)
-
-
 def compare(what: str, got: Tensor, want: Tensor, tolerance: float) -> str:
     """Bitwise at tolerance 0; otherwise by the largest difference, relative to the largest value."""
     if got.shape != want.shape or got.dtype != want.dtype:
@@ -285,7 +274,6 @@ def plain_optimizer(name: str) -> Any:
 @functools.cache
 def plain_training(
     variant: str, dtype: str, optimizer: str, world: int, accumulation: int, local: bool, steps: int, clip: float | None, loss_scale: float,
-    delay: int | None = None, narrow: bool = False, computes: str | None = None,
 ) -> tuple[list[float], list[Tensor], dict[int, dict[str, Any]]]:
     """Losses of rank 0, parameters and the optimizer's state after training in plain torch, of ``optimizer`` "numba" with CPUAdam.
 
@@ -304,10 +292,7 @@ def plain_training(
             steps=steps,
             clip=clip,
             loss_scale=loss_scale,
-            narrow=narrow,
             forward=forward,
-            delay=delay,
-            computes=None if computes is None else DTYPES[computes],
         )
         states = {key: flattened(values) for key, values in plain.state_dict()["state"].items()}
         state = {key: {name: torch.as_tensor(value).cpu() for name, value in values.items()} for key, values in states.items()}
@@ -324,19 +309,17 @@ def drive(case: Case) -> Iterator[dict[str, object]]:
         yield {}
         return
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(spill, "CHUNK_NUMEL", 2048))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         if case.adversary:
             stack.enter_context(adversarial_drive())
-        yield {"nvme_path": folder, "nvme_checksum": case.accumulation == 1}
+        yield {"nvme_path": folder}
         assert os.listdir(folder) == [], "the scratch folder is still there"
 
 
 def _run(case: Case, engine: str) -> str:
-    with drive(case) as options, mock.patch.object(transfer, "PIECE_NUMEL", 1024):
+    with drive(case) as options, mock.patch.object(store, "CHUNK_NUMEL", 1024):
         copies, pinned = softgpu.stats["copies"], softgpu.pinned_nbytes() if softgpu.installed() else 0
-        with late_worker():
-            lines = [_run_on(case, engine, options)]
+        lines = [_run_on(case, engine, options)]
     if softgpu.installed():
         lines += ["no copies between device and host"] * (case.tier == "host" and softgpu.stats["copies"] == copies)
         lines += softgpu.found() + [f"{nbytes} bytes are still page-locked" for nbytes in [softgpu.pinned_nbytes() - pinned] if nbytes > 0]
@@ -348,10 +331,10 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
     default_engine.cache_clear()
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     scale = 1024.0 if case.dtype == "fp16" else 1.0
-    local = case.accumulation > 1 and (world == 1 or case.stage == 1 or case.no_sync or case.vertical)  # of one micro-batch both ways are the same
+    local = case.accumulation > 1 and (world == 1 or case.stage == 1 or case.no_sync)  # of one micro-batch both ways are the same
     kind = "numba" if engine == "numba" else case.optimizer
     losses, trained, want_state = plain_training(
-        case.model, case.dtype, kind, world, case.accumulation, local, case.steps, case.clip, scale, case.delay, case.narrow, case.computes
+        case.model, case.dtype, kind, world, case.accumulation, local, case.steps, case.clip, scale
     )
     torch.manual_seed(0)
     model = GPT(case.model)
@@ -362,29 +345,19 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
         (with_others if case.optimizer in WITH_OTHERS else make_optimizer)(case.optimizer, list(model.parameters())),
         stage=case.stage,
         dtype=case.dtype,
-        compute_dtype=case.computes,
         optimizer_tier=case.tier,
         param_tier=(case.params or case.tier) if case.stage == 3 else "device",
         clip_grad_norm=case.clip,
         loss_scale=scale if scale != 1 else None,
-        overlap=case.overlap,
         overlap_step=case.overlap_step,
-        delay_update=case.delay,
-        grad_accum_dtype=case.dtype if case.narrow else "fp32",
-        keep_gradients=case.keep_gradients,
-        update_on=case.update_on,
         prefetch=case.prefetch if case.stage == 3 else 1,
-        elementwise=case.optimizer == "Lion",
-        parameterwise=case.optimizer in PARAMETERWISE,
         **options,
         **dict(case.budgets),
     )
     mine = []
     for step in range(case.steps):
         batches = [batch(1000 * step + 10 * micro + rank) for micro in range(case.accumulation)]
-        if case.vertical:
-            mine += [loss.item() for loss in optimizer.accumulate(batches, functools.partial(loss_at, step))]
-        for micro, ids in enumerate(batches if not case.vertical else ()):
+        for micro, ids in enumerate(batches):
             loss = forward(model, ids, step)
             mine.append(loss.item())
             if case.no_sync and micro < case.accumulation - 1:

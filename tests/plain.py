@@ -31,25 +31,19 @@ def train_plain(
     steps: int = 10,
     clip: float | None = None,
     loss_scale: float = 1.0,
-    narrow: bool = False,
     forward: Callable[[nn.Module, Tensor, int], Tensor] | None = None,
-    delay: int | None = None,
-    computes: torch.dtype | None = None,
 ) -> tuple[list[float], nn.Module, list[Tensor], torch.optim.Optimizer]:
     """Losses of rank 0, the trained model, its fp32 masters and the optimizer over them.
 
     Gradients come from ``dtype`` parameters, masters are fp32. ``local``: micro-batches are added up on each rank before they are
-    averaged over ranks (stage 1, no_sync); otherwise each micro-batch is averaged first. ``narrow``: they are added up in ``dtype``.
-    ``delay``: after so many steps the gradient of each is applied by the next one, and that of the last one in the end. ``computes``: parameters
-    are that, with the values of ``dtype``, to which gradients are rounded as they leave backward.
+    averaged over ranks (stage 1, no_sync); otherwise each micro-batch is averaged first.
     """
     forward = forward or (lambda m, ids, step: loss_of(m, ids))
     masters = [nn.Parameter(param.detach().float().clone(), requires_grad=param.requires_grad) for param in model.parameters()]
-    model = copy.deepcopy(model).to(dtype).to(computes or dtype)
+    model = copy.deepcopy(model).to(dtype)
     params = list(model.parameters())
     optimizer = make_optimizer(masters)
     losses = []
-    waiting: list[Tensor | None] | None = None
 
     def apply(totals: list[Tensor | None]) -> None:
         for master, total in zip(masters, totals, strict=True):
@@ -68,7 +62,7 @@ def train_plain(
                     losses.append(loss.item())
                 (loss * loss_scale).backward()
                 for i, param in enumerate(params):
-                    grad = None if param.grad is None else param.grad.to(dtype)
+                    grad = param.grad
                     grads.setdefault(i, [[None] * accumulation for _ in range(world)])[rank][micro] = grad
                     param.grad = None
         totals: list[Tensor | None] = []
@@ -77,25 +71,17 @@ def train_plain(
             if all(grad is None for row in by_rank for grad in row):
                 totals.append(None)
                 continue
-            wide = dtype if narrow else torch.float32
             rows = [[torch.zeros_like(param, dtype=dtype) if grad is None else grad for grad in row] for row in by_rank]
             if local:
-                sums = [row[0] if accumulation == 1 else sum((g.to(wide) for g in row[1:]), row[0].to(wide)) for row in rows]
-                totals.append(mean_of_ranks(sums, wide if accumulation > 1 else dtype).float())
+                sums = [row[0] if accumulation == 1 else sum((g.float() for g in row[1:]), row[0].float()) for row in rows]
+                totals.append(mean_of_ranks(sums, torch.float32 if accumulation > 1 else dtype).float())
             else:
                 means = [mean_of_ranks([row[micro] for row in rows], dtype) for micro in range(accumulation)]
-                totals.append(sum((m.to(wide) for m in means[1:]), means[0].to(wide)).float())
+                totals.append(sum((m.float() for m in means[1:]), means[0].float()))
         scale = 1 / loss_scale
         if clip is not None:
             norm = math.sqrt(sum(total.double().square().sum().item() for total in totals if total is not None)) / loss_scale
             scale = min(1.0, clip / (norm + 1e-6)) / loss_scale
         totals = [total if total is None or scale == 1 else total * scale for total in totals]
-        if delay is None or step < delay:
-            apply(totals)
-            continue
-        if waiting is not None:
-            apply(waiting)
-        waiting = totals
-    if waiting is not None:
-        apply(waiting)
+        apply(totals)
     return losses, model, [master.detach() for master in masters], optimizer

@@ -18,7 +18,7 @@ from torch import nn
 import zk
 from tests.world import run_world
 from zk.checkpoint.files import CheckpointError
-from zk.core.logs import log, rank_log
+from zk.logs import log, rank_log
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -35,7 +35,6 @@ EXTRA = [
         (
             ("checkpointed_reentrant", {}),
             ("sometimes", {}),
-            ("unfreezing", {}),
             ("elsewhere", {"accumulation": 2}),
             ("experts", {"accumulation": 3}),
             ("experts_checkpointed", {}),
@@ -43,28 +42,16 @@ EXTRA = [
             ("plain", {"optimizer": "SGD"}),
             ("plain", {"clip": None}),
             ("plain", {"accumulation": 3, "no_sync": True}),
-            ("plain", {"overlap": False}),
             ("tied", {"tier": "device"}),
         ),
     )
 ] + [Case(stage=3, prefetch=prefetch, model=model) for prefetch in (0, 3) for model in ("plain", "checkpointed", "elsewhere")]
 CASES = GRID + EXTRA
-# the update in step() or in the background, collectives waited for at once or not
+# the update in the background
 OVERLAPPED = [
-    Case(stage=stage, dtype="bf16", accumulation=accumulation, model=model, tier=tier, overlap=overlap, overlap_step=True)
-    for stage, (accumulation, model, tier, overlap) in itertools.product(
-        (0, 1, 2, 3),
-        ((1, "plain", "host", True), (3, "checkpointed", "host", False), (1, "tied", "nvme", True), (1, "unfreezing", "nvme", True)),
-    )
-]
-# micro-batches added up in 16 bits, as param.grad of plain torch has them
-NARROW = [
-    Case(stage=stage, dtype=dtype, accumulation=3, tier=tier, model=model, no_sync=no_sync, narrow=True)
-    for stage, dtype, tier, model, no_sync in (
-        *((stage, "bf16", "host", "plain", False) for stage in (0, 1, 2, 3)),
-        (2, "bf16", "nvme", "unfreezing", False),
-        (1, "fp16", "device", "plain", True),
-        (3, "bf16", "nvme", "plain", True),
+    Case(stage=stage, dtype="bf16", accumulation=accumulation, model=model, tier=tier, overlap_step=True)
+    for stage, (accumulation, model, tier) in itertools.product(
+        (3,), ((1, "plain", "host"), (3, "checkpointed", "host"), (1, "tied", "nvme"))
     )
 ]
 # precisions on a drive; and a drive that is late and out of order
@@ -74,7 +61,6 @@ NVME = [
     *(
         Case(stage=stage, tier="nvme", adversary=True, model=model, **{"dtype": "bf16", **options})
         for stage, model, options in (
-            (0, "unfreezing", {}),
             (1, "tied", {}),
             (2, "plain", {"accumulation": 3}),
             (2, "sometimes", {"dtype": "fp32"}),
@@ -82,7 +68,6 @@ NVME = [
             (3, "plain", {"optimizer": "Adam"}),
             (3, "plain", {"optimizer": "SGD"}),
             (3, "tied", {}),
-            (3, "unfreezing", {}),
             (3, "sometimes", {"dtype": "fp32"}),
             (3, "experts_checkpointed", {"prefetch": 3}),
             (3, "elsewhere", {"prefetch": 0}),
@@ -94,21 +79,17 @@ NUMBA = [
     Case(stage=stage, dtype=dtype, accumulation=2, clip=None)
     for stage, dtype in ((0, "bf16"), (1, "fp16"), (2, "fp32"), (3, "fp32"), (3, "bf16"), (3, "fp16"))
 ]
-# Of several micro-batches some ranks send an expert's gradient in 16 bits, as it came once, and others in fp32; these meet in one precision.
-# The mean of single ones is rounded to 16 bits, which plain training that adds up in fp32 does not do: hence the tolerance.
-MIXED = Case(stage=3, dtype="bf16", accumulation=3, no_sync=True, model="experts", steps=2, tolerance=0.02)
-
 # One process: stages differ in what of a unit it holds and when, which meets the models that are used in their own ways, each precision, and
-# no_sync at each stage; other options at stage 3 and at one more. Models that are part of another one (frozen of unfreezing, unused of
-# sometimes, checkpointed of experts_checkpointed) have several micro-batches. Precisions at stages 1 and 2, and what two ranks do with a drive
+# no_sync at each stage; other options at stage 3 and at one more. Models that are part of another one (unused of sometimes,
+# checkpointed of experts_checkpointed) have several micro-batches. Precisions at stages 1 and 2, and what two ranks do with a drive
 # that is late, are theirs.
 ALONE = [
     case
     for case in CASES
-    if case in spread(CASES) or case.model in ("sometimes", "unfreezing", "elsewhere") or case.no_sync
+    if case in spread(CASES) or case.model in ("sometimes", "elsewhere") or case.no_sync
     or (case.model in ("plain", "tied") and case == Case(stage=case.stage, dtype=case.dtype, model=case.model))
     if (case.dtype == "bf16" or (case.model == "plain" and case.stage in (0, 3)))
-    and (case.accumulation == 3 or case.model not in ("unused", "frozen", "checkpointed"))
+    and (case.accumulation == 3 or case.model not in ("unused", "checkpointed"))
     and (case.dtype == "bf16" or case.accumulation == 1 or case.stage == 3)
     and (case.model != "tied" or case.accumulation == 1 or case.stage == 3)
     and (case.model != "checkpointed" or case.stage == 0)  # of experts, and reentrant, at stage 3
@@ -124,13 +105,9 @@ TWO = [
     Case(stage=3, dtype="bf16", model="checkpointed_reentrant", prefetch=3),
     Case(stage=3, dtype="bf16", model="elsewhere", accumulation=2),
     Case(stage=3, dtype="bf16", model="tied", tier="device"),
-    Case(stage=3, dtype="bf16", optimizer="SGD", clip=None, overlap=False),
-    *(case for case in OVERLAPPED if (case.stage, case.model) in ((1, "plain"), (2, "unfreezing"), (3, "plain"), (3, "unfreezing"), (3, "tied"))),
-    *(case for case in NARROW if (case.stage, case.tier) in ((0, "host"), (1, "device"), (3, "nvme"))),
-    *(case for case in NVME if case.adversary and (case.no_sync or (case.stage, case.model) == (0, "unfreezing"))),
-    *(case for case in NVME if case.adversary and case.model in ("sometimes", "experts_checkpointed", "elsewhere")),
-    Case(stage=3, dtype="bf16", computes="fp32", tier="nvme", accumulation=2, adversary=True),
-    MIXED,
+    Case(stage=3, dtype="bf16", optimizer="SGD", clip=None),
+    *(case for case in OVERLAPPED if case.model in ("plain", "tied")),
+    *(case for case in NVME if case.adversary and (case.no_sync or case.model in ("sometimes", "elsewhere"))),
 ]
 # Three divide units unevenly: at stage 0, where nothing is divided, one mean.
 THREE = [
@@ -140,11 +117,9 @@ THREE = [
 ]
 # what one process does with a drive, and in the background, where two ranks do not do the same
 HERE = [
-    *(case for case in spread(OVERLAPPED) if case.stage < 3 or case.model in ("plain", "checkpointed")),
-    *(case for case in NARROW if case.tier != "nvme" or case.stage == 2),
+    *OVERLAPPED,
     *(case for case in NVME if case not in TWO and (case.adversary or case.dtype != "fp32" or case.stage == 1)),
 ]
-# Ranks in any order and with any faults: test_simulate.py.
 BY_WORLD: dict[int, list[tuple[Callable[[Case], str], Case]]] = {
     1: [*((run_case, case) for case in (*ALONE, *HERE)), *((run_numba_case, case) for case in NUMBA)],
     2: [*((run_case, case) for case in TWO), *((run_numba_case, case) for case in NUMBA if case.stage == 1)],
@@ -154,10 +129,10 @@ BY_WORLD: dict[int, list[tuple[Callable[[Case], str], Case]]] = {
 
 def trained(case: Case, world: int) -> Case:
     """With as many steps as show all of it: the third one uses every buffer again, and every order is known by then. A branch is used at the second
-    step and at the fifth one, and what is trained changes at each of five."""
-    is_long = case.model == "unfreezing" or (case.model == "sometimes" and case.tier == "host" and world == 1)
+    step and at the fifth one."""
+    is_long = case.model == "sometimes" and case.tier == "host" and world == 1
     has_many = case.accumulation == 3 and not case.overlap_step  # passes, of which each uses the buffers of the one before
-    return case if case == MIXED else dataclasses.replace(case, steps=5 if is_long else 2 if has_many else 3)
+    return dataclasses.replace(case, steps=5 if is_long else 2 if has_many else 3)
 
 
 @functools.cache

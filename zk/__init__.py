@@ -6,8 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zk.addon import Addon, register, register_methods
+    from zk.checkpoint.files import CheckpointError
     from zk.config import ZeroConfig
-    from zk.core.precision import DynamicLossScale
     from zk.integrations.deepspeed import add_config_arguments, init_distributed, initialize
     from zk.nn.activations import offload_activations
     from zk.nn.deferred import deferred_init
@@ -15,10 +16,13 @@ if TYPE_CHECKING:
     from zk.nn.tiled_linear import TiledLinear, tile_linears
     from zk.optimizer import ZeroOptimizer
     from zk.parallel.gather import gather
+    from zk.precision import DynamicLossScale
     from zk.tools.profile import profile
 
 __version__ = "0.2.0.dev0"
 __all__ = [
+    "Addon",
+    "CheckpointError",
     "DynamicLossScale",
     "TiledLinear",
     "ZeroConfig",
@@ -31,12 +35,16 @@ __all__ = [
     "load_pretrained",
     "offload_activations",
     "profile",
+    "register",
+    "register_methods",
     "tile_linears",
 ]
 
 # each is imported when it is first used, so that `zk --help` needs no torch
 _MODULES = {
-    "DynamicLossScale": "zk.core.precision",
+    "Addon": "zk.addon",
+    "CheckpointError": "zk.checkpoint.files",
+    "DynamicLossScale": "zk.precision",
     "TiledLinear": "zk.nn.tiled_linear",
     "ZeroConfig": "zk.config",
     "ZeroOptimizer": "zk.optimizer",
@@ -48,6 +56,8 @@ _MODULES = {
     "load_pretrained": "zk.nn.pretrained",
     "offload_activations": "zk.nn.activations",
     "profile": "zk.tools.profile",
+    "register": "zk.addon",
+    "register_methods": "zk.addon",
     "tile_linears": "zk.nn.tiled_linear",
 }
 _OF_DEEPSPEED = {  # names of DeepSpeed that scripts use: what to write instead

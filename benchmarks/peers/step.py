@@ -170,8 +170,8 @@ def zk(model: nn.Module, stage: int, tier: str = "host", vertical: bool = False,
 
 
 def second_core(model: nn.Module, stage: int, tier: str = "host", **options: object) -> Step:
-    """The core in zk/next, as ``zk`` above."""
-    from zk.next import ZeroOptimizer
+    """The core in zk, as ``zk`` above."""
+    from zk import ZeroOptimizer
 
     inner = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY)
     tiers = {"optimizer_tier": tier, "param_tier": tier if stage == 3 else "device"}

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zk
-import zk.core.logs
+import zk.logs
 from tests.models import VOCAB, batch, loss_of, unlike_the_first
 from tests.plain import train_plain
 from tests.simulate import drive as drives

@@ -1,4 +1,4 @@
-"""Checkpoints: written by name, read at any world size, stage, tier and dtype."""
+"""Checkpoints: written by name, read at any number of ranks, stage, tier and dtype."""
 
 from zk.checkpoint.files import CheckpointError
 

@@ -1,428 +1,368 @@
-"""Saving of an optimizer between two steps, into a folder that any world size, stage and tier loads, whole or not there.
+"""Saving between two steps: what any number of ranks, stage and tier loads, whole or not there.
 
-Every rank writes the elements it updates into one safetensors file, chunk by chunk, so that memory does not grow with the model. All goes into
-a folder beside the final one, whose name it gets when every rank's bytes are on the drive; ``latest`` names it after that. A save may go on
-in the background: then what the next update is about to change is read, or copied, before (zk/offload/snapshot.py).
+Every rank writes the elements that it updates into one safetensors file, chunk by chunk: memory does
+not grow with the model. A save may go on in the background: an update that comes to a chunk which is
+not written yet copies it where there is room, or waits.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
-import errno
-import functools
 import itertools
 import json
 import os
 import shutil
-import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from zk.addon import Addon
 from zk.checkpoint import folders, manifest
-from zk.checkpoint.base import digests, digests_of_entries
-from zk.checkpoint.files import Entry, Writer, undone, write_durably
-from zk.core.events import COMPLETED, Event, Ticket
-from zk.core.logs import rank_log
-from zk.core.options import is_count
-from zk.core.owners import inner_tensors, is_wrapper
-from zk.core.timeline import phase
-from zk.core.units import overlap
-from zk.kernels.codec import dtype_of, read
-from zk.offload.nvme import default_engine
-from zk.offload.packing import part_of
-from zk.offload.section import opened
-from zk.offload.snapshot import Snapshot, Unread
-from zk.offload.tiers import free_nbytes
-from zk.offload.worker import Worker
-from zk.parallel.comm import Comm, together
-from zk.parallel.presence import Board
+from zk.checkpoint.files import Entry, undone, write_durably, write_file
+from zk.checkpoint.manifest import Piece
+from zk.kernels.codec import dtype_of
+from zk.logs import rank_log
+from zk.memory import host_memory
+from zk.options import is_count
+from zk.parallel.comm import Comm
 
 if TYPE_CHECKING:
-    from zk.checkpoint.manifest import Training
-    from zk.core.store import UnitStore
-    from zk.offload.pipeline import Task
+    from zk.addon import Update
+    from zk.optimizer import ZeroOptimizer
+    from zk.store import UnitStore
 
 PIECE_NUMEL = 1 << 21  # elements that are widened at once
-_NVME_ROOM = 1 << 30  # for copies, where the user has a drive because host memory is short
+DRIVE_ROOM = 1 << 30  # for copies, where there is a drive as host memory is short
 
 
-# ---- what is written ---------------------------------------------------------------------------------------------------------
+def save_checkpoint(
+    optimizer: ZeroOptimizer,
+    directory: str | os.PathLike[str],
+    *,
+    scheduler: Any = None,
+    extra: Any = None,
+    keep: int | None = None,
+    async_save: bool = False,
+    on_save_error: str = "raise",
+) -> Path | None:
+    """Save a checkpoint to ``directory/step-NNNNNNNN`` and return that folder. Call it on all ranks.
+
+    Parameters, optimizer states, groups, loss scale, counters and random states are in it; gradients
+    are not. The folder has its name once it is whole and on the drive; ``directory/latest`` names it
+    after that.
+
+    Args:
+        directory: on a file system that all ranks see; made if need be.
+        scheduler: its state_dict() is saved too.
+        extra: what else training needs (its position in the data, say), of what JSON can hold.
+        keep: remove all but the newest so many checkpoints, afterwards.
+        async_save: return at once, and write in the background the state as it is now.
+            ``synchronize()``, ``close()`` and the next save wait for the end.
+        on_save_error: where the drive refuses or has no room: "raise", or "warn" to log it and go on;
+            the result is None then.
+
+    Raises:
+        OSError: if the drive refuses or has no room, on all ranks. With ``async_save`` a step() after
+            the failure raises it, before it changes anything. Earlier checkpoints stay whole.
+    """
+    if keep is not None and not is_count(keep):
+        raise ValueError(f"keep must be a number of checkpoints, at least 1, or None; got {keep!r}")
+    if on_save_error not in ("raise", "warn"):
+        raise ValueError(f"on_save_error must be 'raise' or 'warn'; got {on_save_error!r}")
+    saver, root = saver_of(optimizer), Path(directory)
+    saver.synchronized()
+    optimizer._settle()
+    with optimizer._layout.comm.together(f"saving into {root}"):
+        save = Save(optimizer, root, scheduler, extra, keep)
+    quiet = on_save_error == "warn"
+    if async_save:
+        saver.start(save, quiet)
+        return save.final
+    try:
+        save.run(saver, optimizer._layout.comm)
+    except OSError as error:
+        if not quiet:
+            raise
+        warn(error)
+        return None
+    return save.final
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """One tensor of a rank's file."""
-
-    unit: int
-    kind: str
-    elements: slice  # of the unit's flat buffer
-    dtype: torch.dtype
-    kept: tuple[int, str] | None = None  # number and name of what is kept of a whole parameter, whose elements these are
-
-    @property
-    def entry(self) -> Entry:
-        """The tensor's description in the file."""
-        return Entry(f"{self.kind}/{self.unit}/{self.elements.start}", self.dtype, (self.elements.stop - self.elements.start,))
+def warn(error: BaseException) -> None:
+    rank_log.warning("a checkpoint was not saved: %s", error)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+# ---- what is written -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Part:
     """This rank's share of one chunk of a unit, as it is written."""
 
-    held: UnitStore
-    chunk: int
-    first: int  # the chunk's first element in the unit's flat buffer
-    pieces: Sequence[Piece]
+    store: UnitStore
+    number: int
+    pieces: list[Piece]
+    dtypes: dict[str, torch.dtype]
+    """Of each kind."""
 
-    def values(self, fields: Mapping[str, Tensor]) -> Iterator[Tensor]:
-        """Of each piece, from the open chunk; may be views."""
-        shard = self.held.shard
-        for piece in self.pieces:
-            here = slice(piece.elements.start - self.first, piece.elements.stop - self.first)
-            if shard is None:
-                yield fields["param"][here]
-            elif piece.kept is not None:
-                yield self.held.kept_in(*piece.kept, fields, shard.chunks[self.chunk])
+    @property
+    def entries(self) -> list[Entry]:
+        return [Entry(p.key, self.dtypes[p.kind], (p.stop - p.start,)) for p in self.pieces]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+    def values(self) -> Iterator[Tensor]:
+        """Each piece; may be a view of the chunk."""
+        store, bound = self.store, self.store.bounds[self.number]
+        with contextlib.ExitStack() as stack:
+            if store.unit.is_trained:
+                fields = stack.enter_context(store.open(self.number, changed=False))
             else:
-                yield read(part_of(fields, here), piece.kind).to(piece.dtype)
+                fields = store.param.open(bound)
+                stack.callback(store.param.close, False, bound)
+            for piece in self.pieces:
+                first = store.start + bound.start
+                here = slice(piece.start - first, piece.stop - first)
+                part = {name: field[here] for name, field in fields.items()}
+                is_read = store.unit.is_trained
+                value = store.codec.read(part, piece.kind) if is_read else part["param"]
+                yield value.to(self.dtypes[piece.kind])
 
-    def opened(self) -> contextlib.AbstractContextManager[Mapping[str, Tensor]]:
-        """The fields of the chunk."""
-        if self.held.shard is not None:
-            return self.held.shard.opened(self.chunk)
-        return opened(self.held.home, None, self.held.home.chunks[self.chunk], changes=False)
+    def copies(self) -> list[Tensor]:
+        """Each piece, in host memory of its own."""
+        return [torch.empty(v.shape, dtype=v.dtype).copy_(v) for v in self.values()]
 
 
-def parts_of(optimizer: Training, first_unit: int) -> list[Part]:
-    """All that this rank writes, in the order in which the next update changes it; ``first_unit``: the number of its first one in the manifest."""
-    order, backwards = optimizer.updates.order()
-    parts: list[Part] = []
-    for held in dict.fromkeys((*order, *optimizer.held)):
-        if optimizer.comm.replica or not held.unit.is_counted:
-            continue
-        number = first_unit + held.index
-        dtypes = {kind: held.unit.dtype if held.shard is None else dtype_of(held.shard.dtypes, kind) for kind in manifest.kinds_of(held)}
-        for index, chunk in enumerate(held.home.chunks if held.shard is None else held.shard.chunks):
-            first = held.held.start + chunk.start
-            mine, _ = overlap(slice(first, held.held.start + chunk.stop), held.layout.shard(held.comm.shard_rank))
+def parts_of(optimizer: ZeroOptimizer) -> Iterator[Part]:
+    """All that this rank writes."""
+    comm = optimizer._layout.comm
+    for unit, store in enumerate(optimizer._runtime.stores):
+        share = store.unit.numel // comm.size  # also where each rank has all of it
+        dtypes = {"param": store.unit.dtype}
+        if store.unit.is_trained:
+            known = dtypes | dict(store.codec.fields)
+            dtypes = {kind: dtype_of(known, kind) for kind in manifest.kinds_of(store)}
+        for number, bound in enumerate(store.bounds):
+            start = max(comm.rank * share, store.start + bound.start)
+            stop = min(comm.rank * share + share, store.start + bound.stop)
             pieces = [
-                Piece(number, kind, slice(first + begin, first + min(begin + PIECE_NUMEL, mine.stop)), dtype)
-                for begin in range(mine.start, mine.stop, PIECE_NUMEL)
-                for kind, dtype in dtypes.items()
+                Piece(unit, kind, at, min(at + PIECE_NUMEL, stop), f"{kind}/{unit}/{at}")
+                for at in range(start, stop, PIECE_NUMEL)
+                for kind in dtypes
             ]
-            pieces += _packed(held, number, chunk)
-            if pieces:
-                parts.append(Part(held, index, first, pieces))
-    return parts[::-1] if backwards else parts
-
-
-def _packed(held: UnitStore, number: int, chunk: slice) -> Iterator[Piece]:
-    """The pieces of what is kept of the whole parameters in a chunk; of those that this rank writes, as all have them at stage 0."""
-    packing, layout = held.shard.packing if held.shard is not None else None, held.layout
-    mine = layout.shard(held.comm.shard_rank)
-    for index in packing.inside(chunk) if packing is not None else ():
-        if mine.start <= layout.offsets[index] < mine.stop:
-            for name, one in held.kept_of(index).items():
-                kind = manifest.kind_of_kept(name, layout.offsets[index])
-                yield Piece(number, kind, slice(0, one.numel), one.dtype, (index, name))
-
-
-def buffers_of(optimizer: Training, all_names: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that state_dict() has, by name, once each, or under ``all_names`` of their modules; and parameters that came later, such as averages.
-
-    Another object over a parameter's own memory is no other parameter (PEFT's DoRA makes such of bitsandbytes' codes).
-    """
-    known = {held.full.untyped_storage()._cdata for held in optimizer.held}
-    for prefix, module in optimizer.model.named_modules(remove_duplicate=not all_names):
-        for name, param in module._parameters.items():
-            if param is None or any(tensor in optimizer.units for _, tensor in inner_tensors(param)):
-                continue
-            if param.is_meta or is_wrapper(param) or param.untyped_storage()._cdata not in known:
-                yield f"{prefix}.{name}" if prefix else name, param.detach()
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
-
-
-# ---- one save ----------------------------------------------------------------------------------------------------------------
-
-
-def write_rank(
-    folder: Path, rank: int, world: int, pieces: Sequence[Piece], values: Generator[Tensor], buffers: Mapping[str, Tensor], said: Mapping[str, Any]
-) -> None:
-    """Write a rank's tensors, and what it says of them.
-
-    Args:
-        values: the elements of ``pieces``, one after the other.
-        said: what else it says.
-    """
-    entries = [piece.entry for piece in pieces]
-    entries += [Entry(f"buffer/{key}", value.dtype, tuple(value.shape)) for key, value in buffers.items()]
-    tensors, words = folders.rank_files(rank, world)
-    writer = Writer(folder / tensors, entries, {"format": "pt"})
-    with undone(writer.abort), contextlib.closing(values):
-        for value in itertools.chain(values, buffers.values()):
-            writer.add(value)
-        written = writer.finish()
-    places = [[piece.unit, piece.kind, piece.elements.start, piece.elements.stop, piece.entry.key] for piece in pieces]
-    of_file = {"rank": rank, "file": tensors, "written": written.as_json(), "pieces": places, "buffers": sorted(buffers), **said}
-    write_durably(folder / words, json.dumps(of_file, separators=(",", ":")).encode())
+            yield from [Part(store, number, pieces, dtypes)] if pieces else ()
 
 
 class Save:
-    """One checkpoint, as the optimizer is now. ``run`` writes it; all ranks make one and run it.
-
-    Args:
-        root: the folder of all checkpoints.
-        scheduler, extra, keep: as for ZeroOptimizer.save_checkpoint.
-        digests: of frozen parameters, which are left out then.
-    """
+    """One checkpoint of the optimizer as it is now. All ranks make one and run it."""
 
     def __init__(
-        self, optimizer: Training, root: Path, scheduler: Any, extra: Any, keep: int | None, digests: Mapping[str, str] | None
+        self, optimizer: ZeroOptimizer, root: Path, scheduler: Any, extra: Any, keep: int | None
     ) -> None:
-        self.keep, self.rank, self.world = keep, optimizer.everyone.rank, optimizer.everyone.world
-        self.final = folders.place_of(root, int(optimizer.counters["steps"]))
-        self.claim = optimizer.claim
-        head = manifest.of_optimizer(optimizer, scheduler, extra, digests)
-        head["entries"] = digests_of_entries(optimizer)
-        self.head, first_unit = manifest.of_all_parts(optimizer.parts, optimizer.comm.rank == 0, head)
-        self.said: dict[str, Any] = {"random": manifest.random_state(optimizer.device)}
-        if optimizer.parts.count > 1 and optimizer.comm.rank == 0:  # has the buffers of one of several parts of the model
-            self.said["part"] = optimizer.parts.part
-        self.parts = [part for part in parts_of(optimizer, first_unit) if part.held.shard is not None or digests is None]
-        self.buffers = dict(buffers_of(optimizer)) if optimizer.comm.rank == 0 else {}
-        self.before: dict[UnitStore, Task] = {}  # the update that is part of what is saved, and still goes on
-        self.unread: dict[UnitStore, Unread] = {}
-        self.written: set[UnitStore] = set()  # units whose parameters were written from outside before they were copied
-        self.snapshot = Snapshot(0)
-        self.transfer = optimizer.transfer
-        self.mark: Event = COMPLETED
-        # of parameters that are not trained: when they were written last
-        self.still = {held: held.unit.versions for held in optimizer.held if held.shard is None}
+        comm = optimizer._layout.comm
+        self.keep, self.rank, self.ranks = keep, comm.rank, comm.size
+        self.final = folders.place_of(root, optimizer.num_steps)
+        self.head = manifest.of_optimizer(optimizer, scheduler, extra)
+        self.random = manifest.random_state(device_of(optimizer))
+        self.parts = list(parts_of(optimizer))
+        self.buffers = dict(manifest.buffers_of(optimizer)) if comm.rank == 0 else {}
+        self.beside = Beside(self.parts, 0)
 
-    def go_on_beside(self, room_nbytes: int) -> None:
-        """Training will go on before ``run`` has read all: from now on, who changes something sees to it that it can be read as it was."""
-        self.snapshot = Snapshot(room_nbytes)
-        self.buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
-        self.mark = self.transfer.mark()
-        for held, of_unit in itertools.groupby(self.parts, lambda part: part.held):
-            parts = {part.chunk: part for part in of_unit}
-            if held.shard is None:
-                continue
-            if held.underway is not None:
-                self.before[held] = held.underway
-            nbytes = {chunk: sum(piece.entry.nbytes for piece in part.pieces) for chunk, part in parts.items()}
-            held.shard.unread = self.unread[held] = Unread(self.snapshot, nbytes, functools.partial(self._copies, parts))
+    def run(self, saver: Saver, comm: Comm) -> None:
+        """Write it; raises, on all ranks, if that fails on one of them, and leaves nothing of it."""
+        what, beside, final = f"saving {self.final}", self.final, self.final
+        with comm.together(what):
+            if self.rank == 0:
+                beside, saver.lock = folders.begin(final)
+        beside = final.with_name(comm.words(what, beside.name)[0])
+        with undone(lambda: shutil.rmtree(beside, ignore_errors=True)):
+            with comm.together(what):
+                self.write(beside)
+            with comm.together(what):
+                if self.rank == 0:
+                    folders.publish(beside, final, self.head, self.ranks, self.keep)
 
-    def run(self, comm: Comm | Board) -> None:
-        """Write it; raises, on all ranks, if that fails on one of them, and nothing of it is left then. Earlier checkpoints stay whole."""
-        what = f"saving {self.final}"
-        try:
-            with together(comm, what):
-                name = folders.begin(self.final, self.claim).name if self.rank == 0 else ""
-            beside = self.final.with_name(comm.exchange(name, what)[0])
-            with undone(shutil.rmtree, beside, ignore_errors=True) if self.rank == 0 else contextlib.nullcontext():
-                with together(comm, what), phase("write", "checkpoint"):
-                    self._write(beside)
-                with together(comm, what):
-                    if self.rank == 0:
-                        folders.publish(beside, self.final, self.head, self.world)
-                        for old in folders.whole(self.final.parent)[: -self.keep] if self.keep is not None else ():
-                            if old != self.final:
-                                shutil.rmtree(old, ignore_errors=True)
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        self.snapshot.end()
-        for held, unread in self.unread.items():
-            if held.shard is not None and held.shard.unread is unread:
-                held.shard.unread = None
-        self.parts, self.buffers = [], {}
-
-    def _write(self, beside: Path) -> None:
-        """Write this rank's part."""
+    def write(self, folder: Path) -> None:
+        """Write this rank's tensors, and what it says of them."""
+        entries = [entry for part in self.parts for entry in part.entries]
+        entries += [Entry(f"buffer/{k}", v.dtype, tuple(v.shape)) for k, v in self.buffers.items()]
+        tensors, words = folders.rank_files(self.rank, self.ranks)
+        with contextlib.closing(self.values()) as values:
+            written = write_file(folder / tensors, entries, values, {"format": "pt"})
         pieces = [piece for part in self.parts for piece in part.pieces]
-        try:
-            write_rank(beside, self.rank, self.world, pieces, self._values(), self.buffers, self.said)
-        except FileNotFoundError as error:
-            if beside.exists():
-                raise
-            raise OSError(errno.ENOENT, "the first rank has given this save up meanwhile, and removed", str(beside)) from error
+        said = {
+            "rank": self.rank,
+            "file": tensors,
+            "written": dataclasses.asdict(written),
+            "pieces": [[p.unit, p.kind, p.start, p.stop, p.key] for p in pieces],
+            "buffers": sorted(self.buffers),
+            "random": self.random,
+        }
+        write_durably(folder / words, json.dumps(said, separators=(",", ":")).encode())
 
-    def _values(self) -> Generator[Tensor]:
-        """All that is saved, from where it is, or from its copy."""
-        self.transfer.follow(self.mark)  # another thread has another stream than training's
+    def values(self) -> Generator[Tensor]:
+        """All that is saved, from where it is or from its copy."""
         for part, following in itertools.zip_longest(self.parts, self.parts[1:]):
-            if part.held in self.before:
-                self.before.pop(part.held).done.wait()
-            unread = self.unread.get(part.held)
-            with unread.taken(part.chunk) if unread is not None else contextlib.nullcontext() as copies:
-                yield from copies if copies is not None else self._read(part, following)
-            if part.held in self.written:
-                raise RuntimeError(
-                    f"parameters of {part.held.unit.name!r} were written from outside while a checkpoint was saved in the background; call "
-                    "synchronize() before writing parameters, or save without async_save"
-                )
-
-    def _read(self, part: Part, following: Part | None) -> Iterator[Tensor]:
-        """Take a chunk from where it is, and ask for the next."""
-        with part.opened() as fields:
-            if following is not None and following.held.shard is not None and following.held not in self.before:
-                following.held.shard.fetch_state(following.chunk)
-            yield from part.values(fields)
-        if part.held.written_since(self.still.get(part.held)):
-            self.written.add(part.held)
-
-    def _copies(self, parts: Mapping[int, Part], chunk: int, fields: Mapping[str, Tensor]) -> list[Tensor]:
-        """Copies of what is saved of a chunk, in host memory of its own."""
-        held = parts[chunk].held
-        if held.written_since(None):
-            self.written.add(held)
-        return [torch.empty(value.shape, dtype=value.dtype).copy_(value) for value in parts[chunk].values(fields)]
+            if following is not None and following.store.unit.is_trained:
+                following.store.param.fetch()
+                following.store.states[following.number].fetch()
+            with self.beside.taken(part) as copies:
+                yield from part.values() if copies is None else copies
+        yield from self.buffers.values()
 
 
-# ---- in the background ---------------------------------------------------------------------------------------------------------
+# ---- in the background -----------------------------------------------------------------------------
 
 
-class Saver:
-    """Saves in the background, one at a time.
+class Beside:
+    """What a save has not read yet, and copies of what an update had to change before.
 
     Args:
-        comm: of training; each save has a board of its own, as one rank may give up earlier than others.
+        parts: that will be read.
+        room: bytes that copies may take.
     """
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm, self.worker = comm, Worker("zk save")
-        self.ticket: Ticket | None = None
-        self.begun = False  # and not all ranks have been found to be done; the same on all of them
-        self.snapshot = Snapshot(0)  # of the save in progress
+    def __init__(self, parts: list[Part], room: int) -> None:
+        self.unread = {(part.store, part.number): part for part in parts}
+        self.versions = {part.store: versions_of(part.store) for part in parts}
+        self.copied: dict[Part, list[Tensor]] = {}
+        self.room, self.changes = room, threading.Condition()
+        self.reading: Part | None = None
+        self.spoiled = ""  # the unit that users have written to
+
+    def before_change(self, store: UnitStore, number: int) -> None:
+        """Copy a chunk that is about to change, or wait until it has been read."""
+        self.check(store)
+        with self.changes:
+            part = self.unread.get((store, number))
+            if part is not None and part is not self.reading and part.nbytes <= self.room:
+                self.room -= part.nbytes
+                self.copied[part] = part.copies()
+                del self.unread[store, number]
+            self.changes.wait_for(lambda: (store, number) not in self.unread)
+
+    @contextlib.contextmanager
+    def taken(self, part: Part) -> Iterator[list[Tensor] | None]:
+        """A chunk while it is written: its copy, or None: it stays as it is inside."""
+        with self.changes:
+            copies, self.reading = self.copied.pop(part, None), part
+        yield copies
+        self.check(part.store)
+        with self.changes:
+            self.unread.pop((part.store, part.number), None)
+            self.room += part.nbytes if copies is not None else 0
+            self.changes.notify_all()
+        if self.spoiled:
+            raise RuntimeError(
+                f"parameters of {self.spoiled!r} were written from outside while a checkpoint was "
+                "saved in the background; call synchronize() before, or save without async_save"
+            )
+
+    def check(self, store: UnitStore) -> None:
+        """See that users have not written to a unit that no update has changed."""
+        updates, written = versions_of(store)
+        known = self.versions.get(store, (updates, written))
+        if updates == known[0] and written != known[1]:
+            self.spoiled = store.unit.name
+
+    def end(self) -> None:
+        """Nobody waits any more."""
+        with self.changes:
+            self.unread.clear()
+            self.changes.notify_all()
+
+
+def versions_of(store: UnitStore) -> tuple[int, list[int]]:
+    """Updates of a unit, and torch's counts of writes to its parameters."""
+    return store.version, [param._version for param in store.unit.params]
+
+
+class Saver(Addon):
+    """Saves of one optimizer, one at a time, and the lock of the folder that they go to."""
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self.layout, self.device = optimizer._layout, device_of(optimizer)
+        self.lock: folders.Lock | None = None
+        self.own: Comm | None = None  # collectives of saves in the background
+        self.future: Future[None] | None = None  # of the save in the background
+        self.beside = Beside([], 0)
+        self.begun = False  # and not all ranks are known to be done; the same on all of them
         self.quiet = False
-        self.stall_s = 0.0  # of training, by saves that are over
 
-    def start(self, save: Save, room_nbytes: int, quiet: bool) -> None:
+    def start(self, save: Save, quiet: bool) -> None:
         """Write ``save`` from now on. ``quiet``: what the drive refuses is logged, and not raised."""
-        assert self.ticket is None, "one save at a time"
-        _register()
-        with undone(save._release):
-            save.go_on_beside(room_nbytes)
-        self.snapshot, self.quiet, self.begun = save.snapshot, quiet, True
-        _UNDER_WAY.add(self)
-        self.ticket = self.worker.submit(functools.partial(self._run, save, self.comm.board()))
+        comm = self.own = self.own or own_comm(self.layout.comm)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)  # the thread follows no stream of training
+        save.buffers = {name: value.clone() for name, value in save.buffers.items()}
+        self.beside = save.beside = Beside(save.parts, self.room())
+        self.quiet, self.begun, self.future = quiet, True, Future()
+        # not a daemon: a program that ends waits for it
+        threading.Thread(target=self.run, args=(save, comm, self.future), name="zk-save").start()
 
-    def _run(self, save: Save, board: Comm | Board) -> None:
-        save.run(board)
-        _UNDER_WAY.discard(self)  # what goes wrong stays there, as somebody should hear of it
+    def room(self) -> int:
+        """Bytes of host memory that copies may take."""
+        room = host_memory()[1] // 4
+        return min(room, DRIVE_ROOM) if "nvme" in self.layout.tiers else room
 
-    def check(self) -> None:
-        """Raise what went wrong in a save that has ``begun``, if it is over; on all ranks at the same step."""
-        if self.comm.ranks_with([self.ticket is None or self.ticket.done]) == [self.comm.world]:
-            self.begun = False
-            self.finish()
-
-    def finish(self) -> None:
-        """Wait for the save in progress, if there is one. Raises what went wrong in it, unless it was to be logged only."""
-        if self.ticket is None:
-            return
-        start = time.perf_counter()
-        with phase("wait", "save"):
-            self.ticket.join()
-        ticket, self.ticket = self.ticket, None
-        _UNDER_WAY.discard(self)
-        self.stall_s += self.snapshot.stall_s + time.perf_counter() - start
-        self.snapshot = Snapshot(0)
-        if ticket.error is not None:
-            refuse(ticket.error, self.quiet)
-
-    @property
-    def stall_ms(self) -> float:
-        """Milliseconds that training has waited for saves, or copied for them."""
-        return (self.stall_s + self.snapshot.stall_s) * 1e3
-
-    def close(self) -> None:
-        """End the thread, after the save in progress."""
+    @torch.no_grad()
+    def run(self, save: Save, comm: Comm, future: Future[None]) -> None:
         try:
-            self.finish()
+            save.run(self, comm)
+            future.set_result(None)
+        except BaseException as error:
+            warn(error)  # the program may end before anybody waits
+            future.set_exception(error)
         finally:
-            self.worker.close()
+            save.beside.end()
+
+    def changing(self, store: UnitStore, number: int) -> None:
+        self.beside.before_change(store, number)
+
+    def around_update(self, run: Update) -> Update:
+        """Raise what went wrong, on all ranks at the same step."""
+        comm, is_done = self.layout.comm, self.future is None or self.future.done()
+        if self.begun and comm.total("saves that are done", [float(is_done)]) == [comm.size]:
+            self.begun = False
+            self.synchronized()
+        return run
+
+    def synchronized(self) -> None:
+        """Wait for the save in progress. Raises what went wrong in it."""
+        error = self.future.exception() if self.future is not None else None
+        self.future, self.beside = None, Beside([], 0)
+        if error is not None and not (self.quiet and isinstance(error, OSError)):
+            raise error
+
+    def closed(self) -> None:
+        self.lock = None
 
 
-def refuse(error: BaseException, quiet: bool) -> None:
-    """Raise ``error``, or log it if it is the drive's, and ``quiet``."""
-    if not (quiet and isinstance(error, OSError)):
-        raise error
-    rank_log.warning("a checkpoint was not saved, and training goes on: %s", error)
+def device_of(optimizer: ZeroOptimizer) -> torch.device:
+    return optimizer._runtime.stores[0].unit.device
 
 
-def room_for_copies(optimizer: Training) -> int:
-    """Bytes of host memory that copies may take for one save."""
-    room = free_nbytes(torch.device("cpu")) // 4
-    if "nvme" in optimizer.tiers:
-        room = min(room, _NVME_ROOM)
-    if optimizer.config.host_budget is not None:
-        used = sum(int(value) for key, value in optimizer.metrics().items() if key.startswith("host_") and key.endswith("_nbytes"))
-        room = min(room, int(optimizer.config.host_budget) - used)
-    return max(0, room)
+def own_comm(comm: Comm) -> Comm:
+    """Collectives beside those of training, of the same ranks."""
+    if comm.size == 1:
+        return Comm(alone=True)
+    ranks = dist.get_process_group_ranks(comm.group or dist.group.WORLD)
+    return Comm(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
 
 
-# also where nobody holds their optimizer any more
-_UNDER_WAY: set[Saver] = set()
-os.register_at_fork(after_in_child=_UNDER_WAY.clear)  # a forked process has no thread that saves
-
-
-@functools.cache
-def _register() -> None:
-    """Register the end of saves once ranks are connected: what is registered last runs first, and connections and I/O threads must last."""
-    default_engine()
-    atexit.register(_finish_all)
-
-
-def _finish_all() -> None:
-    """The program ends: what is being saved is saved first."""
-    for saver in list(_UNDER_WAY):
-        ticket = saver.ticket
-        if ticket is not None:
-            ticket.join()
-            if ticket.error is not None:
-                rank_log.error("a checkpoint was not saved: %s", ticket.error)
-
-
-def start(
-    optimizer: Any, directory: Path, scheduler: Any, extra: Any, keep: int | None, async_save: bool, on_save_error: str, frozen: bool
-) -> Path | None:
-    """See ``ZeroOptimizer.save_checkpoint``."""
-    optimizer._check_open()
-    optimizer.integrity.check("save_checkpoint()")
-    if keep is not None and not is_count(keep):
-        raise ValueError(f"keep must be a number of checkpoints, at least 1, or None for all; got {keep!r}")
-    if on_save_error not in ("raise", "warn"):
-        raise ValueError(f"on_save_error must be 'raise' or 'warn'; got {on_save_error!r}")
-    optimizer.saver.finish()
-    optimizer._keep_state()
-    optimizer.updates.apply_delayed()
-    for held in optimizer.held:
-        if not async_save or held.taken or held.written_since(None):
-            held.arrive()
-        if held.underway is None:
-            held.adopt_writes()  # what the user wrote since the last step
-    optimizer.partition.reset()
-    quiet, optimizer.saved_to, optimizer.resume_from = on_save_error == "warn", directory, None
-    of_frozen = None if frozen else digests(optimizer)
-    with together(optimizer.everyone, f"saving into {directory}"):
-        begun = Save(optimizer, directory, scheduler, extra, keep, of_frozen)
-    if async_save:
-        optimizer.saver.start(begun, room_for_copies(optimizer), quiet)
-        return begun.final
-    try:
-        begun.run(optimizer.everyone)
-    except OSError as error:
-        refuse(error, quiet)
-        return None
-    return begun.final
+def saver_of(optimizer: ZeroOptimizer) -> Saver:
+    """The one of this optimizer, made with its first save."""
+    found = [addon for addon in optimizer._seams.addons if isinstance(addon, Saver)]
+    if not found:
+        found = [Saver(optimizer)]
+        optimizer._seams.add(*found)
+    return found[0]

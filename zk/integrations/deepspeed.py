@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from zk.checkpoint import folders
 from zk.checkpoint.files import write_durably
 from zk.config import ZeroConfig
-from zk.core.logs import log
 from zk.core.precision import DynamicLossScale
+from zk.logs import log
 from zk.optimizer import ZeroOptimizer
 from zk.parallel.comm import together, world_to_join
 

@@ -18,10 +18,10 @@ from torch import nn
 from zk.checkpoint import interrupted
 from zk.checkpoint.export import export
 from zk.config import ZeroConfig
-from zk.core.logs import log
 from zk.core.memory import host_memory
 from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
 from zk.integrations.deepspeed import is_deepspeed
+from zk.logs import log
 from zk.nn.pretrained import load_pretrained
 from zk.optimizer import ZeroOptimizer
 from zk.tools.metrics import Rates, loggable

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from zk.checkpoint import load
 from zk.config import ZeroConfig
-from zk.core.logs import log
 from zk.core.memory import host_memory, ranks_here
+from zk.logs import log
 from zk.nn.deferred import deferred_init
 from zk.optimizer import ZeroOptimizer
 from zk.parallel.released import is_released, unmark

@@ -1,1 +1,1 @@
-"""Changes to a model before training: tiles, deferred construction, pretrained weights, activations."""
+"""Changes to a model before training: deferred construction, weights from files, tiles, activations."""

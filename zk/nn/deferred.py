@@ -1,454 +1,320 @@
-"""Recording of a module's constructor, so that parameters get their values when, and where, they are first needed.
+"""Models larger than memory: a constructor is recorded, and run again for each unit.
 
-``deferred_init`` runs a model's own construction on tensors without memory and records what is done to each. Random numbers are drawn
-and dropped, so the generator's state before each draw is known, and later draws are the same. ZeroOptimizer makes the values one
-parameter at a time: the same bits as plain construction under the same seed.
-Source: ZeRO-Infinity, arXiv 2104.07857, section 7.2 (initialization of models that exceed memory).
+Inside ``deferred_init`` large tensors have no memory, and what is done to them is written down. Random
+numbers are drawn and dropped, and the generator's state before each draw is kept: a ZeroOptimizer
+makes the same bits as plain construction under the same seed, one unit at a time.
+Source: ZeRO-Infinity, arXiv 2104.07857, section 7.2.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
-import functools
 import itertools
-import weakref
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zk.core.memory import aligned
-from zk.core.options import parse_device
-from zk.core.owners import inner_tensors
+from zk.options import parse_device
+from zk.promised import promise, promise_of
 
-if TYPE_CHECKING:
-    from zk.offload.nvme import Excerpt
-
-_CPU = torch.device("cpu")
+SMALL = 1 << 16  # bytes: smaller tensors that a constructor begins with are made at once
+CPU = torch.device("cpu")
 # in-place calls after which nothing is left of what was there before
-_FILLS = {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
-# what changes running_mean and running_var in training, and does not say so in its schema
-_WRITES_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+FILLS = {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_"}
+FILLS |= {"log_normal_", "cauchy_", "geometric_"}
+# what changes statistics in training and does not say so in its schema
+STATISTICS = "native_batch_norm", ("running_mean", "running_var")
+_numbers = itertools.count()
 
 
-@dataclasses.dataclass(slots=True)
-class _Op:
-    """One call on tensors without memory, to be made again on real ones."""
+@dataclasses.dataclass(eq=False, slots=True)
+class View:
+    """A tensor in a memory that does not exist."""
 
+    memory: Memory
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> View:
+        memory = promise_of(tensor)
+        assert isinstance(memory, Memory)
+        size, stride = tensor.size(), tensor.stride()
+        return cls(memory, tensor.dtype, size, stride, int(tensor.storage_offset()))
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Op:
+    """One call, to be made again on tensors with memory."""
+
+    number: int
     func: Any
     args: Any
     kwargs: dict[str, Any]
-    outputs: list[Tensor]
-    reads: list[int]  # storages whose bytes it needs
-    place: torch.device  # where plain construction would have run it
-    random: Tensor | None  # the state of the generator there before it
-    dtype: torch.dtype  # torch's default, of what is made without one
+    outputs: list[View]
+    before: list[Op]
+    """What wrote the bytes that it reads."""
+    random: Tensor | None
+    """The state of the generator before it, if it draws."""
+    dtype: torch.dtype
+    """torch's default, of what is made without one."""
 
 
-def _is_meta(tensor: Tensor) -> bool:
-    """Tell if ``tensor`` has no memory. Tensor.is_meta says no while a model is recorded."""
-    return tensor.device.type == "meta"
+class Memory:
+    """Promises the bytes of one storage as a constructor leaves them."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes, self.device = nbytes, device
+        self.last: Op | None = None  # that wrote to it
+        self.versions = {0}  # of tensors on it, when construction was over
+
+    def saw(self, tensor: Tensor) -> bool:
+        return tensor._version in self.versions
+
+    def make(self, tensor: Tensor) -> Tensor:
+        memories: dict[Memory, torch.UntypedStorage] = {}
+
+        def real(view: View) -> Tensor:
+            if view.memory not in memories:
+                room = torch.empty(view.memory.nbytes, dtype=torch.uint8, device=CPU)
+                memories[view.memory] = room.untyped_storage()
+            storage, made = memories[view.memory], torch.empty(0, dtype=view.dtype, device=CPU)
+            return made.set_(storage, view.offset, view.size, view.stride)  # type: ignore[call-overload, no-any-return]
+
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), contextlib.ExitStack() as stack:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            for op in needed_for(self.last):
+                torch.set_default_dtype(op.dtype)
+                if op.random is not None:
+                    torch.set_rng_state(op.random)
+                args, kwargs = tree_map_only(View, real, (op.args, op.kwargs))
+                made = tensors_in(op.func(*args, **kwargs))
+                for output, value in zip(op.outputs, made, strict=True):
+                    memories.setdefault(output.memory, value.untyped_storage())
+        return real(View.of(tensor))
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def needed_for(last: Op | None) -> list[Op]:
+    """The calls, in order, whose effects are in what ``last`` leaves."""
+    found, stack = set[Op](), [last] if last is not None else []
+    while stack:
+        op = stack.pop()
+        if op not in found:
+            found.add(op)
+            stack += op.before
+    return sorted(found, key=lambda op: op.number)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _room(nbytes: int, place: torch.device) -> Tensor:
-    """Bytes without content."""
-    return aligned(nbytes) if place.type == "cpu" else torch.empty(nbytes, dtype=torch.uint8, device=place)
-
-
-class Recording:
-    """The record of a construction, in order. Lives as long as one of the parameters that were registered in it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device  # where the model will compute
-        self.places: dict[int, torch.device] = {}  # storage -> where plain construction would have made it
-        self.ops: list[_Op] = []
-        self.writers: dict[int, list[int]] = {}  # storage -> the ops that made or changed it
-        self.tensors: dict[int, list[Tensor]] = {}  # storage -> tensors that were seen on it
-        self.versions: dict[int, set[int]] = {}  # storage -> their versions when construction was over
-
-    def __deepcopy__(self, memo: Any) -> Recording:
-        return self  # a copied tensor remembers the same construction
-
-    def place_of(self, tensor: Tensor) -> torch.device:
-        """The device on which plain construction would have ``tensor``."""
-        return self.places.get(_storage(tensor), _CPU) if _is_meta(tensor) else tensor.device
-
-    def add(self, op: _Op, writes: Sequence[Tensor]) -> None:
-        self.ops.append(op)
-        for storage in {_storage(tensor) for tensor in writes}:
-            self.places.setdefault(storage, op.place)
-            self.writers.setdefault(storage, []).append(len(self.ops) - 1)
-        for tensor in writes:
-            self.tensors.setdefault(_storage(tensor), []).append(tensor)
-
-    def end(self) -> None:
-        """Construction is over."""
-        for tensor in itertools.chain.from_iterable(self.tensors.values()):
-            self.versions.setdefault(_storage(tensor), {0}).add(tensor._version)  # by where it lies now: .half() and .to() move it
-            if isinstance(tensor, nn.Parameter) and _SOURCE in tensor.__dict__ and not isinstance(tensor, _WithoutMemory):
-                tensor.__class__ = _stand_in(type(tensor))  # type: ignore[assignment]
-        self.tensors.clear()
-
-    def saw(self, tensor: Tensor) -> bool:
-        return tensor._version in self.versions.get(_storage(tensor), ())
-
-    def place(self, dtype: torch.dtype) -> Excerpt | None:
-        """None: values that a constructor makes are in no file."""
-        return None
-
-    def knows(self, tensor: Tensor) -> bool:
-        return _storage(tensor) in self.writers
-
-    def _needed(self, storage: int) -> list[_Op]:
-        """The ops, in order, whose effects the bytes of ``storage`` carry."""
-        stack, followed = [(storage, len(self.ops))], set[tuple[int, int]]()
-        while stack:
-            current, before = stack.pop()
-            writers = self.writers.get(current, [])
-            for index in reversed(writers[: bisect.bisect_left(writers, before)]):
-                if (current, index) in followed:
-                    break  # and with it all that is before
-                followed.add((current, index))
-                reads = self.ops[index].reads
-                stack += [(read, index) for read in reads if read != current]
-                if current not in reads:
-                    break  # it overwrites everything
-        return [self.ops[index] for index in sorted({index for _, index in followed})]
-
-    def make(self, tensor: Tensor) -> Tensor:
-        """The values of ``tensor`` as plain construction would have left them, and where."""
-        memory: dict[int, torch.UntypedStorage] = {}
-
-        def real(meta: Tensor) -> Tensor:
-            if not _is_meta(meta):
-                return meta
-            key = _storage(meta)
-            if key not in memory:
-                memory[key] = _room(meta.untyped_storage().nbytes(), self.places.get(key, _CPU)).untyped_storage()
-            view = torch.empty(0, dtype=meta.dtype, device=memory[key].device)
-            return view.set_(memory[key], meta.storage_offset(), meta.size(), meta.stride())  # type: ignore[call-overload, no-any-return]
-
-        needed = self._needed(_storage(tensor))
-        drawn = {op.place for op in needed if op.random is not None and op.place.type == "cuda"}
-        with contextlib.ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(drawn, device_type="cuda"):
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            for op in needed:
-                torch.set_default_dtype(op.dtype)
-                if op.random is not None:
-                    set_random_state(op.place, op.random)
-                args, kwargs = tree_map_only(Tensor, real, (op.args, op.kwargs))
-                made = _tensors(op.func(*args, **kwargs))
-                for meta, value in zip(op.outputs, made, strict=True):
-                    memory.setdefault(_storage(meta), value.untyped_storage())
-        return real(tensor.detach())
-
-
-def random_state(place: torch.device) -> Tensor:
-    """The state of the default generator there."""
-    return torch.cuda.get_rng_state(place) if place.type == "cuda" else torch.get_rng_state()
-
-
-def set_random_state(place: torch.device, state: Tensor) -> None:
-    """Go on from ``state`` there."""
-    torch.cuda.set_rng_state(state, place) if place.type == "cuda" else torch.set_rng_state(state)
-
-
-_LOOKS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__}
-_FROM_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray}
-
-
-class _Calls(TorchFunctionMode):
-    """Calls that the recorder would not see as they are.
-
-    ``tensor[indices] = number`` makes the number a tensor, copying makes a storage, and looking at values ends in C.
-    """
-
-    def __init__(self, recording: Recording) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.recording = recording
+class Answers(TorchFunctionMode):
+    """Tells constructors that recorded tensors are in host memory, as they will be."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _LOOKS and _is_meta(args[0]) and self.recording.knows(args[0]):
-            with _disable_current_modes():
-                return func(self.recording.make(args[0]).requires_grad_(args[0].requires_grad), *args[1:], **kwargs)
-        if func is Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex)):
-            args = (*args[:2], torch.tensor(args[2], dtype=args[0].dtype))
-        if func is Tensor.new_tensor and _is_meta(args[0]):
-            func, args, kwargs = torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs}
-        if func in _FROM_NUMBERS and str(kwargs.get("device")) == "meta":
-            kwargs = {**kwargs, "device": None}  # that of another tensor here
-        if func is Tensor.__deepcopy__ and not _is_meta(args[0]):
-            with _disable_current_modes():  # what has memory is copied by its storage, and that is made like a tensor
-                return func(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if func in ANSWERS:
+            with torch._C.DisableTorchFunction():
+                if isinstance(promise_of(args[0]), Memory):
+                    return ANSWERS[func]
+        if func is Tensor.new_tensor:
+            kwargs = {"device": CPU, **kwargs}
         return func(*args, **kwargs)
 
 
-class _Recorder(TorchDispatchMode):
-    """Turns every tensor that is made into one without memory, and writes down what happens to it."""
+ANSWERS: dict[Any, Any] = {Tensor.is_meta.__get__: False, Tensor.device.__get__: CPU}  # type: ignore[attr-defined]
 
-    def __init__(self, recording: Recording) -> None:
+
+class Recorder(TorchDispatchMode):
+    """Makes large tensors without memory, and writes down what happens to them."""
+
+    def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recording = recording
+        self.device = device
+        self.seen: list[Tensor] = []  # tensors that were written to, or made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        tensors = _tensors((args, kwargs))
-        metas = [tensor for tensor in tensors if _is_meta(tensor)]
-        takes_device = any(argument.name == "device" for argument in func._schema.arguments)
-        moves = tensors and str(kwargs.get("device")) == "meta"  # to where another tensor is
-        if not metas and not moves and (tensors or not takes_device):
-            return func(*args, **kwargs)  # real values that the user brought
-        if lost := [tuple(tensor.shape) for tensor in metas if not self.recording.knows(tensor)]:
-            what = f"{func} takes a tensor of shape {lost[0]} without memory that was not made in it"
-            raise RuntimeError(f"deferred_init: {what}; build all of the model within one deferred_init")
-        written = _written(func, args, kwargs)
-        if not all(map(_is_meta, written)):  # a real tensor takes values that do not exist yet
-            return self._on_values(func, args, kwargs)
-        place = self._place(tensors, kwargs.get("device"))
-        kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-        meta_args, meta_kwargs = tree_map_only(Tensor, _without_memory, (args, kwargs))
-        if takes_device:
-            meta_kwargs, kwargs = {**meta_kwargs, "device": torch.device("meta")}, {**kwargs, "device": place}
-        state = self._draw(func, args, kwargs, place) if torch.Tag.nondeterministic_seeded in func.tags else None
+        with torch._C.DisableTorchFunction():
+            return self.call(func, args, on_cpu(kwargs or {}))
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in((args, kwargs))
+        metas = [tensor for tensor in tensors if tensor.is_meta]
+        arguments = {argument.name: argument.alias_info for argument in func._schema.arguments}
+        name = func._schema.name.split("::")[1]
+        makes = "device" in arguments and (not tensors or name.startswith("new_"))
+        if not metas and not makes:
+            return self.with_values(func, args, kwargs)
+        for tensor in metas:
+            if not isinstance(promise_of(tensor), Memory):
+                raise RuntimeError(
+                    f"deferred_init: {func} takes a tensor of shape {tuple(tensor.shape)} without "
+                    "memory that was not made in it; build all of the model within deferred_init"
+                )
+        given = dict(zip(arguments, args, strict=False)) | kwargs
+        writes = [key for key, alias in arguments.items() if alias is not None and alias.is_write]
+        if name == STATISTICS[0] and given["training"]:
+            writes += STATISTICS[1]
+        written = tensors_in([given.get(key) for key in writes])
         try:
-            result = func(*meta_args, **meta_kwargs)
-        except (NotImplementedError, RuntimeError):
-            if not tensors or written:
+            bare, options = tree_map_only(Tensor, without_memory, (args, kwargs))
+            if "device" in arguments:
+                options["device"] = torch.device("meta")
+            if any(not tensor.is_meta for tensor in written):  # take values that are not there yet
+                return on_values(func, args, kwargs)
+            result = func(*bare, **options)
+        except (NotImplementedError, RuntimeError):  # item(), nonzero(): it depends on values
+            if written:
                 raise
-            if state is not None:
-                set_random_state(place, state)  # it was drawn above, to no end
-            # the result depends on values: tensor.item(), nonzero() and their like
-            return self._on_values(func, args, kwargs)
-        outputs, given = _tensors(result), {_storage(tensor) for tensor in metas}
-        new = [tensor for tensor in outputs if _storage(tensor) not in given]
-        if written or new:
-            are_whole = (one.storage_offset() == 0 and one.is_contiguous() and one.nbytes == one.untyped_storage().nbytes() for one in written)
-            overwritten = {_storage(tensor) for tensor in written} if _fills(func) and all(are_whole) else set()
-            others = {_storage(tensor) for tensor in metas if not any(tensor is target for target in written)}
-            reads = [storage for storage in given if storage not in overwritten or storage in others]
-            # objects of our own, as parameters will be given memory; copies of what is real, as it may change
-            args, kwargs, outputs = tree_map_only(Tensor, _kept, (args, kwargs, outputs))
-            self.recording.add(_Op(func, args, kwargs, outputs, reads, place, state, torch.get_default_dtype()), [*written, *new])
+            return on_values(func, args, kwargs)
+        if not metas and sum(tensor.nbytes for tensor in tensors_in(result)) <= SMALL:
+            return self.with_values(func, args, kwargs)
+        self.record(func, args, kwargs, result, metas, written)
         return result
 
-    def _on_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The call on tensors that are made for it."""
-        args, kwargs = tree_map_only(Tensor, lambda tensor: self.recording.make(tensor) if _is_meta(tensor) else tensor, (args, kwargs))
-        return func(*args, **kwargs)
+    def with_values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A call on values that are there; what it makes will go to the device with the others."""
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            is_new = not any(torch._C._is_alias_of(tensor, given) for given in tensors_in(args))  # type: ignore[attr-defined]
+            if is_new and tensor.layout is torch.strided:
+                promise(tensor, Memory(0, self.device))
+        return result
 
-    def _place(self, tensors: list[Tensor], asked: torch.device | None) -> torch.device:
-        """The device on which plain construction would run an operation on ``tensors``: numbers that a GPU draws are other ones than the CPU's."""
-        if asked is None:
-            return next((place for place in map(self.recording.place_of, tensors) if place.type == "cuda"), _CPU)
-        return parse_device(asked) if asked.type == "cuda" else _CPU
+    def record(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        result: Any,
+        metas: list[Tensor],
+        written: list[Tensor],
+    ) -> None:
+        """Write a call down: it makes or changes tensors without memory."""
+        new = [tensor for tensor in tensors_in(result) if promise_of(tensor) is None]
+        if not (new or written):
+            return  # a view
+        random = None
+        fills = func._schema.name.split("::")[1] in FILLS
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            random = draw(func, args, kwargs, fills)
+        for tensor in new:
+            promise(tensor, Memory(tensor.untyped_storage().nbytes(), self.device))
+        reads = {View.of(tensor).memory: None for tensor in metas}
+        targets = {id(tensor) for tensor in written}
+        others = {View.of(tensor).memory for tensor in metas if id(tensor) not in targets}
+        for tensor in written if fills else ():
+            memory = View.of(tensor).memory
+            if tensor.is_contiguous() and tensor.nbytes == memory.nbytes and memory not in others:
+                reads.pop(memory, None)
+        before = [memory.last for memory in reads if memory.last is not None]
+        given = tree_map_only(Tensor, kept_of, (args, kwargs))
+        outputs = [View.of(tensor) for tensor in tensors_in(result)]
+        dtype = torch.get_default_dtype()
+        op = Op(next(_numbers), func, given[0], given[1], outputs, before, random, dtype)
+        for tensor in (*new, *written):
+            View.of(tensor).memory.last = op
+            self.seen.append(tensor)
 
-    def _draw(self, func: Any, args: Any, kwargs: dict[str, Any], place: torch.device) -> Tensor:
-        """Draw what ``func`` would, so that the generator goes on as it would; returns its state before."""
-        if kwargs.get("generator") is not None:
-            raise RuntimeError(f"deferred_init: {func} draws from a generator of its own; use the default one (torch.manual_seed)")
-
-        def scratch(tensor: Tensor) -> Tensor:
-            room = _room(tensor.untyped_storage().nbytes(), self.recording.place_of(tensor))
-            return room.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
-
-        state, made = random_state(place), scratch if _fills(func) else self.recording.make
-        args, kwargs = tree_map_only(Tensor, lambda tensor: made(tensor) if _is_meta(tensor) else tensor, (args, kwargs))
-        func(*args, **kwargs)
-        return state
+    def end(self) -> None:
+        """Construction is over: what is written from now on would be lost."""
+        for tensor in self.seen:
+            View.of(tensor).memory.versions.add(tensor._version)
+        self.seen.clear()
 
 
-def _fills(func: Any) -> bool:
-    """Tell if nothing is left of what a tensor was before."""
-    return func._schema.name.split("::")[1] in _FILLS
-
-
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a call writes to."""
-    arguments = {argument.name: argument.alias_info for argument in func._schema.arguments}
-    given = {**dict(zip(arguments, args, strict=False)), **kwargs}
-    names = [name for name, alias in arguments.items() if alias is not None and alias.is_write]
-    if func._schema.name in _WRITES_STATISTICS and given.get("training"):
-        names += ["running_mean", "running_var"]
-    return [given[name] for name in names if isinstance(given.get(name), Tensor)]
-
-
-def _kept(tensor: Tensor) -> Tensor:
-    return tensor.detach() if _is_meta(tensor) else tensor.detach().clone()
-
-
-def _without_memory(tensor: Tensor) -> Tensor:
-    if _is_meta(tensor) or tensor.ndim == 0:
+def without_memory(tensor: Tensor) -> Tensor:
+    """What stands for a tensor where results are not computed; a number stands for itself."""
+    if tensor.is_meta or tensor.ndim == 0:
         return tensor
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-class Source(Protocol):
-    """A source of values for a tensor without memory."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the model will compute on."""
-
-    def make(self, tensor: Tensor) -> Tensor:
-        """The values, in host memory or on a GPU."""
-
-    def saw(self, tensor: Tensor) -> bool:
-        """Tell if the tensor is as it was when the source was given to it."""
-
-    def place(self, dtype: torch.dtype) -> Excerpt | None:
-        """The bytes of the values in a file, if they lie there in ``dtype``, one after the other."""
+def kept_of(tensor: Tensor) -> Any:
+    """What a record keeps of a tensor: a copy of values, as they may change."""
+    return View.of(tensor) if tensor.is_meta else tensor.detach().clone()
 
 
-class _WithoutMemory:
-    """Mixed into the class of parameters whose values do not exist yet, so that writes which autograd does not count are refused."""
+def on_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The call on tensors that are made for it."""
+    args, kwargs = tree_map_only(Tensor, value_of, (args, kwargs))
+    return func(*args, **kwargs)
 
-    @property
-    def data(self) -> Tensor:
+
+def value_of(tensor: Tensor) -> Tensor:
+    memory = promise_of(tensor)
+    return memory.make(tensor) if memory is not None else tensor
+
+
+def draw(func: Any, args: Any, kwargs: dict[str, Any], fills: bool) -> Tensor:
+    """Draw what ``func`` would, so that later draws are the same; returns the state before."""
+    if kwargs.get("generator") is not None:
         raise RuntimeError(
-            "this parameter's values do not exist yet, so they cannot be read, written or converted: initialize inside zk.deferred_init(), and "
-            "convert with ZeroOptimizer(dtype=...), which makes them"
+            f"deferred_init: {func} draws from a generator of its own; use the default one "
+            "(torch.manual_seed)"
         )
 
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        self.data  # noqa: B018  (raises)
+    def scratch(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=CPU)
+
+    state = torch.get_rng_state()
+    made = tree_map_only(Tensor, scratch if fills else value_of, (args, kwargs))
+    func(*made[0], **made[1])
+    return state
 
 
-@functools.cache
-def _stand_in(kind: type[Tensor]) -> type[Tensor]:
-    return type(kind.__name__, (_WithoutMemory, kind), {"__module__": kind.__module__})
-
-
-# a storage without memory -> the recording that made it
-_RECORDINGS: weakref.WeakValueDictionary[int, Recording] = weakref.WeakValueDictionary()
-_SOURCE = "_zk_source"
+def on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments without the meta device. RuntimeError for a device that would draw other numbers."""
+    device = kwargs.get("device")
+    if device is None:
+        return kwargs
+    if torch.device(device).type not in ("cpu", "meta"):
+        raise RuntimeError(
+            f"deferred_init draws initial values on the CPU, and the model asks for {device}; leave "
+            f"it out there and write deferred_init(device={str(device)!r})"
+        )
+    return {**kwargs, "device": CPU}
 
 
 @contextlib.contextmanager
 def deferred_init(device: torch.device | str | None = None) -> Iterator[None]:
-    """Context: modules built inside hold no memory; ``ZeroOptimizer`` makes their values unit by unit, the same bits as plain construction.
+    """Context: modules built inside hold no memory, and ZeroOptimizer makes them unit by unit.
+
+    The values have the same bits as plain construction. All that a constructor does to tensors is
+    followed, with torch's default generator of the CPU: any initializer, also in place, on views, or
+    depending on values through ``item()``. After the context such a model goes to load_pretrained
+    or ZeroOptimizer; it cannot compute. What is written to it before is refused when it is made,
+    but for writes through ``.data``, which nobody sees.
 
     Args:
         device: where the model will compute; None takes a GPU where there is one.
 
-    All that a constructor does to tensors is followed (any initializer, also in place, on views, or depending on values through
-    ``item()``), with torch's default generators: what is built with ``device="cuda"`` is drawn by that GPU, anything else by the CPU.
-    After the context such a model can be given to ZeroOptimizer or load_pretrained; it cannot compute, and what changes its parameters
-    in between is refused when they are made.
-
     Raises:
-        RuntimeError: for a context within another, and for initial values from another generator than the default one.
+        RuntimeError: for a context within another, for initial values from another generator, and
+            for a constructor that asks for another device than the CPU.
     """
-    recording = Recording(default_device() if device is None else parse_device(device))
-
-    def registered(_module: nn.Module | None, _name: str, tensor: Tensor | None) -> None:
-        if tensor is not None and _is_meta(tensor) and recording.knows(tensor):
-            tensor.__dict__[_SOURCE] = recording  # keeps it alive
-            recording.tensors.setdefault(_storage(tensor), []).append(tensor)
-
-    copy_parameter = nn.Parameter.__deepcopy__
-
-    def deepcopy(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-        copied: nn.Parameter = copy_parameter(param, memo)  # type: ignore[no-untyped-call]
-        registered(None, "", copied)
-        return copied
-
-    # torch's initializers look at is_meta and do nothing for tensors without memory; here they are to be followed
-    if "is_meta" in torch.Tensor.__dict__:
-        raise RuntimeError("deferred_init is entered within deferred_init; one context around all modules is enough")
-    torch.Tensor.is_meta = property(lambda tensor: False)  # type: ignore[assignment, method-assign]
-    handles = [
-        nn.modules.module.register_module_parameter_registration_hook(registered),
-        nn.modules.module.register_module_buffer_registration_hook(registered),
-    ]
-    # copies are not registered: torch puts them into the module's dict
-    nn.Parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign, assignment]
+    if any(isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack()):
+        raise RuntimeError(
+            "deferred_init is entered within deferred_init; one context around all modules is enough"
+        )
+    recorder = Recorder(default_device() if device is None else parse_device(device, "device"))
     try:
-        with _Calls(recording), _Recorder(recording):
+        with Answers(), recorder:
             yield
     finally:
-        nn.Parameter.__deepcopy__ = copy_parameter  # type: ignore[method-assign]
-        del torch.Tensor.is_meta
-        for handle in handles:
-            handle.remove()
-        for storage in recording.writers:
-            _RECORDINGS[storage] = recording
-        recording.end()
-
-
-def _source(tensor: Tensor) -> Source | None:
-    """A source of values for a tensor without memory."""
-    source: Source | None = tensor.__dict__.get(_SOURCE)
-    return source if source is not None else _RECORDINGS.get(_storage(tensor))
-
-
-def compute_device(model: nn.Module) -> torch.device:
-    """The device that the model computes on, also if its parameters do not exist yet."""
-    params = (tensor for param in model.parameters() for _, tensor in inner_tensors(param))
-    return next((device_of(param) for param in params if not _is_meta(param) or can_make(param)), default_device())
-
-
-def device_of(tensor: Tensor) -> torch.device:
-    """The device that a tensor is on, or will be once its values are made."""
-    source = _source(tensor) if _is_meta(tensor) else None
-    return tensor.device if source is None else source.device
+        recorder.end()
 
 
 def default_device() -> torch.device:
     """The current GPU; the CPU where there is none."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def can_make(tensor: Tensor) -> bool:
-    """Tell if the values of a tensor without memory are known."""
-    return _source(tensor) is not None
-
-
-def place_of(tensor: Tensor, dtype: torch.dtype) -> Excerpt | None:
-    """The bytes of a file that are the values, in ``dtype``, of a tensor without memory; None if they have to be made."""
-    source = _source(tensor) if _is_meta(tensor) else None
-    return source.place(dtype) if source is not None and source.saw(tensor) else None
-
-
-def values_of(tensor: Tensor, name: str) -> Tensor:
-    """The values of a parameter or buffer: its own, or, where it has no memory, newly made. RuntimeError if it was changed since."""
-    if not _is_meta(tensor):
-        return tensor.detach()
-    source = _source(tensor)
-    assert source is not None
-    if not source.saw(tensor):
-        raise RuntimeError(
-            f"{name!r} was written or converted after deferred_init or load_pretrained, where it had no memory; initialize inside the context, "
-            "and convert with ZeroOptimizer(dtype=...)"
-        )
-    return source.make(tensor)
-
-
-def promise(tensor: Tensor, source: Source) -> None:
-    """From now on ``source`` makes the values of a tensor without memory."""
-    tensor.__dict__[_SOURCE] = source
-
-
-def give_memory(tensor: Tensor, values: Tensor) -> None:
-    """Make a tensor without memory hold ``values``; it stays the same object, in every module and optimizer that has it."""
-    if isinstance(tensor, _WithoutMemory):
-        tensor.__class__ = type(tensor).__mro__[2]  # type: ignore[assignment]
-    fresh = values.detach().requires_grad_(tensor.requires_grad)
-    # torch.utils.swap_tensors, but for its refusal of weak references: what they refer to is the object, and that stays
-    torch._C._swap_tensor_impl(tensor, fresh)
-    tensor.__dict__.pop(_SOURCE, None)
+    found = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if found else CPU

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from zk import kernels
-from zk.core.options import is_count
 from zk.kernels import codec, reference
 from zk.kernels.eight_bit import CODES
 from zk.kernels.launch import FLOATS
 from zk.kernels.step import AdamStep, check_adam
+from zk.options import is_count
 
 Engine = Literal["numba", "torch", "triton"]
 _MOMENTS = ("exp_avg", "exp_avg_sq")

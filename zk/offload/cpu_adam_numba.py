@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -23,7 +25,6 @@ from numba import prange, types
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from zk.core.cache import cache_folder
 from zk.kernels import eight_bit
 from zk.kernels.step import AdamStep
 
@@ -45,6 +46,17 @@ def _fma(typingctx, a, b, c):
         return builder.call(builder.module.declare_intrinsic("llvm.fma", [float_], ir.FunctionType(float_, [float_] * 3)), args)
 
     return types.float32(types.float32, types.float32, types.float32), generate
+
+
+def cache_folder(name: str = "") -> Path | None:
+    """Folder for zk in the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``), made if need be; None if it cannot be written."""
+    try:
+        home = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or home) / "zk" / name
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # read-only, or a user without a home
+        return None
+    return folder if os.access(folder, os.W_OK) else None
 
 
 def _cast(source, target, build):

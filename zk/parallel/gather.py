@@ -1,70 +1,120 @@
-"""`zk.gather`: a context in which parameters that stage 3 keeps partitioned are full, readable and, if wished, writable."""
+"""``zk.gather``: values of parameters that rest elsewhere, whole, to be read or changed."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zk.core.owners import inner_tensors, owner_of
-from zk.core.store import UnitStore
+from zk.parallel.runtime import RUNTIMES, Hook
+from zk.store import UnitStore
+
+Place = tuple[UnitStore, int]
 
 
 @contextlib.contextmanager
-def gather(params: nn.Parameter | Iterable[Tensor], *, write: bool = False) -> Iterator[None]:
-    """Make parameters full inside the context; a collective at stage 3, so enter it on all ranks.
+def gather(
+    params: nn.Parameter | Iterable[nn.Parameter], *, kind: str = "param", write: bool = False
+) -> Iterator[list[Tensor]]:
+    """Make values of parameters whole inside the context. Enter it on all ranks.
 
     Args:
-        params: one parameter or several (``model.parameters()``). Those that no ZeroOptimizer holds are left as they are.
-        write: values written inside are kept: the first rank's are sent to all, and masters follow. Without it, what is
-            written to partitioned parameters is an error on exit.
+        params: one parameter or several, such as ``model.parameters()``.
+        kind: "param": the parameters themselves; "grad": their reduced gradients; "master", "exp_avg"
+            or another name of the optimizer's: its states, in fp32.
+        write: keep what is changed inside: the first rank's values are sent to all.
 
-    Memory: the units that the parameters belong to, in full, on every rank, until the context ends.
+    Yields:
+        the values, in the order of ``params``: the parameters themselves, or copies of other kinds.
+
+    Memory: for "param" the units of the parameters, in full, on every rank, until the context ends.
     """
-    given = [params] if isinstance(params, nn.Parameter) else list(params)
-    if not all(isinstance(param, Tensor) for param in given):
-        raise TypeError(f"zk.gather takes parameters, such as model.parameters(); got {params!r}")
-    wanted = [tensor for param in given for _, tensor in inner_tensors(param)]
-    held: dict[UnitStore, list[int]] = {}
-    for param in wanted:
-        owner = owner_of(param)
-        if owner is not None:
-            owner._check_open()
-            if write:
-                owner.saver.finish()  # which may read what is written here
-                owner.updates.wait()  # which publishes on the same ranks
-            unit, index = owner.units[param]
-            held.setdefault(unit, []).append(index)
-    entered = list[UnitStore]()
-    try:
-        for unit in held:
-            unit.arrive()
-            unit.pin()
-            entered.append(unit)
+    wanted = [params] if isinstance(params, nn.Parameter) else list(params)
+    places = {param: place for param in wanted for place in [place_of(param)] if place is not None}
+    with contextlib.ExitStack() as stack:
+        if kind != "param":
+            yield from gathered_states(wanted, places, kind, write)
+            return
+        for runtime in RUNTIMES:
+            stores = [store for store, _ in places.values() if store in runtime.handles]
+            if stores:
+                stack.enter_context(runtime.holding(list(dict.fromkeys(stores))))
         try:
-            with contextlib.ExitStack() as saving:
-                for owner in dict.fromkeys(map(owner_of, wanted)) if torch.is_grad_enabled() else ():
-                    if owner is not None and owner.partition.by_storage:  # there is memory that goes
-                        saving.enter_context(owner.partition.saving())
-                yield
-        except RuntimeError as error:
-            if "saved tensor hooks" in str(error):
-                error.add_note("zk: torch.func within zk.gather(params) needs torch.no_grad() around that, as no graph outside needs params then")
+            yield wanted  # type: ignore[misc]
+            if write:
+                keep_written(places)
+        except BaseException:  # what it has left half-done is not kept
+            for store, _ in places.values():
+                store.take_back()
             raise
-        if write:
-            for unit, indices in held.items():
-                unit.keep_written(indices)
-    finally:
-        lost = False
-        for unit in entered:
-            if unit.is_partitioned and not write and unit.pins == 1:  # else what is around this keeps what it has written
-                lost |= unit.is_changed()
-                unit.note_versions()
-            unit.unpin()
-    if lost:
-        raise RuntimeError(
-            "parameters were written within zk.gather(params), which makes them full to be read; use zk.gather(params, write=True), which keeps "
-            "what is written"
-        )
+
+
+def place_of(param: nn.Parameter) -> Place | None:
+    """The store that has ``param``, and its number there; None for what no optimizer has."""
+    for runtime in RUNTIMES:
+        store = runtime.store_of.get(param)
+        if store is not None:
+            return store, next(i for i, own in enumerate(store.unit.params) if own is param)
+    return None
+
+
+@torch.no_grad()
+def keep_written(places: dict[nn.Parameter, Place]) -> None:
+    """Make what the first rank has written everybody's, the masters' too."""
+    for param, (store, _) in places.items():
+        store.layout.comm.broadcast(store.unit.name, param.data)
+        torch.autograd.graph.increment_version(param)
+    for store in dict.fromkeys(store for store, _ in places.values()):
+        store.absorb()
+        store.publish()
+
+
+@torch.no_grad()
+def gathered_states(
+    wanted: list[nn.Parameter], places: dict[nn.Parameter, Place], kind: str, write: bool
+) -> Iterator[list[Tensor]]:
+    """The context for kinds other than "param"."""
+    for param in wanted:
+        store, index = places.get(param, (None, 0))
+        if store is None or kind not in store.kinds:
+            known = (
+                "no ZeroOptimizer has it" if store is None else f"it has {', '.join(store.kinds)}"
+            )
+            raise ValueError(f"zk.gather: a parameter has no {kind!r}: {known}")
+    values = [store.read(kind, index) for store, index in map(places.__getitem__, wanted)]
+    with torch.enable_grad():
+        yield values
+    for param, value in zip(wanted if write else (), values, strict=False):
+        store, index = places[param]
+        store.layout.comm.broadcast(store.unit.name, value)
+        store.write(kind, index, value)
+    for store in dict.fromkeys(store for store, _ in places.values() if write):
+        store.publish()
+
+
+def hooks_of_states(module: nn.Module) -> list[Any]:
+    """Make ``state_dict()`` and ``load_state_dict()`` of a module whole: collectives at stage 3."""
+    contexts: list[Any] = []
+
+    def read(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name, param in module._parameters.items():
+            store, index = (param is not None and place_of(param)) or (None, 0)
+            if store is not None and store.full is None and prefix + name in state:
+                state[prefix + name] = store.read("param", index).cpu()
+
+    def begin(*_: Any) -> None:
+        own = [param for param in module._parameters.values() if param is not None]
+        contexts.append(gather(own, write=True))
+        contexts[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        contexts.pop().__exit__(None, None, None)
+
+    return [
+        module.register_state_dict_post_hook(Hook(read)),
+        module.register_load_state_dict_pre_hook(Hook(begin)),
+        module.register_load_state_dict_post_hook(Hook(end)),
+    ]

@@ -16,8 +16,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from zk.core.hooks import Hook
-from zk.core.logs import say
 from zk.core.timeline import OF_UNITS, _profiled, phase, profiles
+from zk.logs import say
 
 _DEVICE = {"kernel .*nccl": "gather", "kernel .*adam": "update", "kernel": "compute", "gpu_memcpy .*htod": "upload", "gpu_memcpy .*dtoh": "offload"}
 _ROWS = {"compute": ("compute", "#4477aa"), "update": ("optimizer update", "#228833")}  # name, color

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from zk.core.fit import footprint_of
-from zk.core.logs import is_quiet, log, say
 from zk.core.memory import host_memory, ranks_here
 from zk.core.nbytes import placed_of
 from zk.core.placement import Place
 from zk.core.words import count, named, short, size
+from zk.logs import is_quiet, log, say
 
 _ROWS = {"param": "parameters", "in_place": "in your files", "grad": "gradients", "master": "master", "moments": "moments"}
 _SMALL_NBYTES, _WIDTH = 1 << 30, 80

@@ -1,0 +1,219 @@
+"""Mistakes are refused with rule, value and remedy, before anything is moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zk
+from tests.models import GPT, batch, loss_of
+from tests.world import run_world
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+
+
+def layers(count: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+
+
+def train(model: nn.Module, optimizer: Any) -> None:
+    loss = model(torch.ones(2, 4)).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def replaced(model: nn.Module) -> torch.optim.Optimizer:
+    inner = adamw(model)
+    inner.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
+    return inner
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    """A module of the class, made without ranks."""
+    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = model
+    return wrapped
+
+
+ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: zk.ZeroOptimizer([layers()], adamw(layers())), TypeError, r"model must be an nn\.Module; got list"),
+    (lambda: zk.ZeroOptimizer(adamw(m := layers()), m), TypeError, r"swapped: ZeroOptimizer\(model, optimizer\)"),
+    (lambda: zk.ZeroOptimizer(layers(), 0.1), TypeError, r"torch\.optim\.Optimizer, or several; got float"),
+    (lambda: zk.ZeroOptimizer(layers(), []), ValueError, "list of optimizers is empty"),
+    (lambda: zk.ZeroOptimizer(layers(), torch.optim.AdamW([{"params": []}])), ValueError, "AdamW: this optimizer has no parameters"),
+    (lambda: zk.ZeroOptimizer(m := layers(), replaced(m)), ValueError, r"the step\(\) of this optimizer was replaced"),
+    (lambda: zk.ZeroOptimizer(m := layers(), adamw(m, differentiable=True)), ValueError, "differentiable=True, and no gradient"),
+    (lambda: zk.ZeroOptimizer(nn.ReLU(), adamw(layers())), ValueError, "no parameters"),
+    (lambda: zk.ZeroOptimizer(ddp(m := layers()), adamw(m)), ValueError, "wrapped in DistributedDataParallel.*pass model.module"),
+    (lambda: zk.ZeroOptimizer(m := nn.DataParallel(layers()), adamw(m)), ValueError, "DataParallel.*torchrun"),
+    (lambda: zk.ZeroOptimizer(m := torch.jit.script(layers()), adamw(m)), TypeError, "the model is a ScriptModule"),
+    (lambda: zk.ZeroOptimizer(layers(), adamw(layers())), ValueError, r"shape \(4, 4\) is not one of model\.parameters"),
+    (lambda: zk.ZeroOptimizer(m := layers(), [adamw(m), adamw(m)]), ValueError, "'0.weight' is in two of the optimizers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "error", "message"), ARGUMENTS)
+def test_arguments_that_are_something_else_are_named(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def of_kind(kind: str) -> nn.Module:
+    """Two layers of which something cannot be taken."""
+    model = layers()
+    first, second = model
+    match kind:
+        case "fp64":
+            model.double()
+        case "lazy":
+            model[1] = nn.LazyLinear(4)
+        case "meta":
+            model[1] = nn.Linear(4, 4, device="meta")
+        case "meta buffer":
+            second.register_buffer("table", torch.ones(2, device="meta"))
+        case "transposed":
+            second.weight = nn.Parameter(first.weight.T)
+        case "inside":
+            second.weight = nn.Parameter(first.weight.detach()[1:].expand(3, 4))
+        case "expanded":
+            second.bias = nn.Parameter(torch.ones(1).expand(4))
+        case "codes":
+            second.weight = nn.Parameter(second.weight.detach().to(torch.float8_e4m3fn))
+        case "fp4":
+            second.table = nn.Parameter(torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), requires_grad=False)
+        case "parts of one":
+            first.weight, second.weight = (nn.Parameter(part.view(4, 4)) for part in torch.randn(32).chunk(2))
+        case "tied":
+            second.weight = first.weight
+    return model
+
+
+KINDS = {
+    "fp64": "'0.weight' is torch.float64; zk trains fp32, bf16 and fp16: freeze it",
+    "lazy": "'1.weight' has no shape yet",
+    "meta": "'1.weight' is on the meta device",
+    "meta buffer": "'1.table' is on the meta device",
+    "transposed": "parameters '[01].weight' and '[01].weight' share memory",
+    "inside": "parameters '[01].weight' and '[01].weight' share memory",
+    "expanded": r"'1.bias' is expanded, .*expanded\.clone\(\)",
+    "codes": "'1.weight' is torch.float8_e4m3fn",
+    "fp4": r"'1.table' is torch.float4_e2m1fn_x2, which torch cannot copy; keep it as param.view\(torch.uint8\)",
+    "parts of one": "",
+    "tied": "",
+}
+
+
+@pytest.mark.parametrize(("kind", "message"), KINDS.items())
+def test_parameters_that_cannot_be_taken_are_named_and_stay(kind: str, message: str) -> None:
+    model = of_kind(kind)
+    before = [(param.dtype, param.device) for param in model.parameters()]
+    if message:
+        for options in ({}, {"stage": 3, "device": "cpu"}):
+            with pytest.raises(ValueError, match=message):
+                zk.ZeroOptimizer(model, adamw(model), **options)
+        assert [(param.dtype, param.device) for param in model.parameters()] == before
+    else:
+        optimizer = zk.ZeroOptimizer(model, adamw(model))
+        train(model, optimizer)
+        optimizer.close()
+
+
+def test_quick_a_refusal_leaves_the_model_as_it_was() -> None:
+    model = GPT()
+    before = [(param, param.data_ptr(), param.dtype) for param in model.parameters()]
+    mistakes = {"blocks.7": {"units": ["blocks.7"]}, "Conv2d": {"units": [nn.Conv2d]}, "tabel": {"dtype": "bf16", "keep_dtype": "tabel"}}
+    for name, options in mistakes.items():
+        with pytest.raises(ValueError, match=f"the model has no module .*'{name}'"):
+            zk.ZeroOptimizer(model, adamw(model), stage=3, **options)
+        assert [(param, param.data_ptr(), param.dtype) for param in model.parameters()] == before
+    loss_of(model, batch(0)).backward()  # no hook is left: gradients stay where torch has them
+    assert all(type(param.grad) is torch.Tensor for param in model.parameters())
+    zk.ZeroOptimizer(model, adamw(model), stage=3).close()
+
+
+def test_quick_a_model_has_one_optimizer_until_that_is_closed() -> None:
+    model = layers()
+    optimizer = zk.ZeroOptimizer(model, adamw(model), stage=3)
+    with pytest.raises(ValueError, match="a ZeroOptimizer already"):
+        zk.ZeroOptimizer(model, optimizer)
+    for other in (model, model[0]):
+        with pytest.raises(ValueError, match="belongs to another ZeroOptimizer"):
+            zk.ZeroOptimizer(other, adamw(other))
+    optimizer.close()
+    with pytest.raises(ValueError, match="no module 'x'"):
+        zk.ZeroOptimizer(model, adamw(model), units=["x"])  # which is no owner
+    again = zk.ZeroOptimizer(model, adamw(model))
+    train(model, again)
+    again.close()
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+@pytest.mark.parametrize("move", (nn.Module.double, nn.Module.half, lambda model: model.to(torch.bfloat16)))
+def test_a_model_moved_after_wrapping_is_noticed(stage: int, move: Callable[[nn.Module], Any]) -> None:
+    model = layers()
+    optimizer = zk.ZeroOptimizer(model, adamw(model), stage=stage)
+    train(model, optimizer)
+    assert model.to("cpu") is model
+    train(model, optimizer)
+    move(model)
+    with pytest.raises(RuntimeError, match=r"'0.weight' was moved or converted after"):
+        train(model, optimizer)
+
+
+def test_a_model_wrapped_in_ddp_afterwards_is_refused_at_its_first_forward() -> None:
+    model = layers()
+    zk.ZeroOptimizer(model, adamw(model))
+    around = ddp(model)
+    with around._inside_ddp_forward(), pytest.raises(RuntimeError, match="DistributedDataParallel after"):  # type: ignore[operator]
+        model(torch.ones(2, 4))
+
+
+FLAGS = [
+    ("AdamW", {"fused": True}), ("AdamW", {"capturable": True, "foreach": True}), ("SGD", {"fused": True, "momentum": 0.9}),
+    ("NAdam", {"capturable": True}), ("RMSprop", {"foreach": True}), ("AdamW", {"amsgrad": True, "fused": True}),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("torch_engine")
+@pytest.mark.parametrize(("kind", "flags"), FLAGS, ids=str)
+def test_flags_that_choose_how_to_compute_change_no_bit(kind: str, flags: dict[str, Any]) -> None:
+    model, other = layers(), layers()
+    plain = {name: value for name, value in flags.items() if name not in ("fused", "capturable", "foreach")}
+    optimizer = zk.ZeroOptimizer(model, getattr(torch.optim, kind)(model.parameters(), lr=1e-2, **flags), optimizer_tier="host")
+    theirs = getattr(torch.optim, kind)(other.parameters(), lr=1e-2, foreach=False, **plain)
+    for _ in range(3):
+        train(model, optimizer), train(other, theirs)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    optimizer.close()
+
+
+def test_sparse_gradients_are_an_error_with_a_remedy() -> None:
+    sparse = nn.Embedding(5, 3, sparse=True)
+    zk.ZeroOptimizer(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="sparse=False"):
+        sparse(torch.tensor([1])).sum().backward()
+
+
+def wrong_group(_: None) -> str:
+    group = dist.new_group([0])
+    try:
+        model = layers()
+        zk.ZeroOptimizer(model, adamw(model), process_group=group).close()
+    except Exception as error:
+        return f"{dist.get_rank()}: {error}"
+    return "fine"
+
+
+def test_a_rank_outside_of_its_process_group_is_told() -> None:
+    ((first, second),) = run_world(2, wrong_group, [None])
+    assert first == "fine" and "1: rank 1 is not in process_group" in second

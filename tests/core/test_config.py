@@ -1,0 +1,122 @@
+"""ZeroConfig: what is read as meant, and what is refused with rule, value and remedy."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zk
+from zk.config import GONE, changes, pasted
+
+
+def test_quick_values_are_read_as_users_write_them(tmp_path: Path) -> None:
+    config = zk.ZeroConfig(
+        dtype="torch.bfloat16", device_budget="1.5TiB", host_budget="500 MB", units=nn.Linear, keep_dtype="norm",
+        param_tier="NVMe", stage=3, optimizer_tier="auto", nvme_path=tmp_path, device="cpu", loss_scale="dynamic",
+    )  # fmt: skip
+    assert config.dtype == torch.bfloat16 and config.device == torch.device("cpu") and config.param_tier == "nvme"
+    assert (config.device_budget, config.host_budget) == (3 << 39, 500 * 10**6)
+    assert (config.units, config.keep_dtype, config.nvme_path) == ((nn.Linear,), ("norm",), (str(tmp_path),))
+    assert config.loss_scale == zk.DynamicLossScale()
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config and hash(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": 4}, "stage must be 0, 1, 2 or 3; got 4"),
+        ({"stage": True}, "stage must be"),
+        ({"optimizer_tier": "disk"}, "optimizer_tier must be 'device', 'host', 'nvme' or 'auto'; got 'disk'; .* is 'nvme' here"),
+        ({"param_tier": 3}, "param_tier must be .*; got 3"),
+        ({"param_tier": None}, "param_tier must be .*; got None"),
+        ({"optimizer_tier": "nvme"}, "nvme_path is not set"),
+        ({"optimizer_tier": "nvme", "nvme_path": []}, "nvme_path is not set"),
+        ({"optimizer_tier": "nvme", "nvme_path": ["/tmp", "/tmp"]}, "each of them once"),
+        ({"stage": 3, "param_tier": "nvme", "nvme_path": "/tmp"}, "updated in host memory"),
+        ({"param_tier": "host"}, "param_tier='host' needs stage=3"),
+        ({"host_budget": "24 potatoes"}, "host_budget must be a number of bytes or a string like"),
+        ({"host_budget": "-3GiB"}, "host_budget must be"),
+        ({"host_budget": "24"}, "host_budget needs a unit, such as '24GiB'"),
+        ({"host_budget": 0}, "more than zero"),
+        ({"clip_grad_norm": "1"}, "clip_grad_norm must be more than 0"),
+        ({"clip_grad_norm": -1.0}, "clip_grad_norm must be more than 0"),
+        ({"clip_grad_norm": float("nan")}, "clip_grad_norm must be more than 0"),
+        ({"dtype": "int8"}, "dtype must be one of"),
+        ({"keep_dtype": "table"}, "keep_dtype has no effect without dtype="),
+        ({"loss_scale": "sometimes"}, "loss_scale must be"),
+        ({"loss_scale": float("inf")}, "finite number above 0"),
+        ({"loss_scale": 0}, "finite number above 0"),
+        ({"loss_scale": True}, "loss_scale must be"),
+        ({"prefetch": -1}, "prefetch must be"),
+        ({"num_threads": 0}, "num_threads must be"),
+        ({"device": "meta"}, "'cuda' or 'cuda:N'; got 'meta'"),
+    ],
+    ids=str,
+)
+def test_values_without_a_meaning_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        zk.ZeroConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host_budget": True}, "host_budget must be"),
+        ({"dtype": "bf16", "keep_dtype": (int,)}, "keep_dtype must hold module names or nn.Module classes"),
+        ({"units": [3]}, "units must hold"),
+        ({"device": 0}, "got 0"),
+        ({"nvme_path": 7}, "nvme_path must be a path"),
+        ({"process_group": "all"}, r"this rank is a member of .*mesh\.get_group"),
+        ({"addons": [zk.Addon]}, "addons must be a list of zk.Addon objects"),
+        ({"stages": 3}, "no option 'stages'; the closest one is 'stage'"),
+        ({"overlap_stop": True}, "the closest one is 'overlap_step'"),
+        ({"qqq": 1}, "there are stage, dtype"),
+        ({"options": {"overlap_stop": 1}}, "no option 'overlap_stop'"),
+    ],
+    ids=str,
+)
+def test_values_of_other_types_and_unknown_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        zk.ZeroConfig(**options)
+
+
+def test_quick_options_of_the_first_version_say_what_to_use_instead() -> None:
+    old = {field.name for field in dataclasses.fields(__import__("zk.config").config.ZeroConfig)}
+    gone = old - {field.name for field in dataclasses.fields(zk.ZeroConfig)} - {"overlap_step", "state_dtype"}
+    assert gone <= GONE.keys()
+    for name, instead in GONE.items():
+        with pytest.raises(TypeError, match=f"no option '{name}'; zk 0.1.0 had it: {instead[:20]}"):
+            zk.ZeroConfig(**{name: None})
+
+
+def test_there_are_16_core_fields_and_add_ons_have_the_other_options() -> None:
+    assert len(dataclasses.fields(zk.ZeroConfig)) == 16 + 1  # options
+    config = zk.ZeroConfig(overlap_step=True, stage=3)
+    changed = dataclasses.replace(config, state_dtype="bf16", stage=1)
+    assert changed.options == {"overlap_step": True, "state_dtype": "bf16"} and config.options == {"overlap_step": True}
+    assert dataclasses.replace(changed, overlap_step=False).options["overlap_step"] is False
+
+
+def test_changes_can_be_pasted_into_a_call() -> None:
+    config = zk.ZeroConfig(stage=3, dtype="bf16", host_budget="3GiB", device_budget=1500, device="cpu", overlap_step=True)
+    said = pasted(config, zk.ZeroConfig())
+    assert said == 'overlap_step=True, stage=3, dtype="bf16", device="cpu", device_budget=1500, host_budget="3GiB"'
+    assert eval(f"zk.ZeroConfig({said})", {"zk": zk}) == config
+    assert changes(config, config) == {} and "all defaults" in zk.ZeroConfig()._repr_html_()
+    assert "<td>host_budget</td><td>3GiB</td>" in config._repr_html_()
+
+
+def test_options_win_over_the_config_they_are_given_with() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), zk.ZeroConfig(stage=1, prefetch=0), stage=0)
+    assert (optimizer.config.stage, optimizer.config.prefetch) == (0, 0)
+    optimizer.close()
+    with pytest.raises(TypeError, match=r"config must be a zk\.ZeroConfig"):
+        zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), {"stage": 1})  # type: ignore[arg-type]

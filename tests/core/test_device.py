@@ -1,0 +1,185 @@
+"""Parity with plain torch on devices with memory of their own, whose copies run as late as they may; the plugin reports each that is unordered."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import zk
+from tests import softgpu
+from tests.core.test_tiers import walk
+from tests.models import DEVICE, GPT, batch, loss_of, train
+from tests.parity import Case, run_case
+from tests.world import run_world
+from zk import kernels, memory, store
+from zk.kernels import reference
+from zk.offload import link as link_module
+from zk.offload.link import link_to
+from zk.offload.tiers import Host
+
+if not softgpu.installed():
+    pytest.skip("for the software GPU (pytest -p tests.softgpu.plugin)", allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
+
+GRID = [
+    Case(stage=stage, dtype=dtype, tier=tier, steps=3)
+    for stage, dtype, tier in itertools.product((0, 1, 2, 3), ("bf16", "fp16", "fp32"), ("device", "host", "nvme"))
+]
+OTHERS = [
+    *(Case(stage=stage, dtype="bf16", accumulation=3, tier=tier, steps=2) for stage, tier in itertools.product((1, 2, 3), ("host", "nvme"))),
+    Case(stage=3, dtype="bf16", accumulation=3, no_sync=True, steps=2),
+    Case(stage=3, dtype="bf16", model="checkpointed", steps=3),
+    Case(stage=3, dtype="bf16", model="checkpointed_reentrant", tier="nvme", steps=3),
+    Case(stage=3, dtype="bf16", model="tied", steps=3),
+    Case(stage=3, dtype="bf16", model="elsewhere", prefetch=0, steps=3),
+    Case(stage=3, dtype="bf16", clip=None, prefetch=3, steps=3),
+    Case(stage=2, dtype="bf16", model="frozen", steps=3),
+    Case(stage=3, dtype="bf16", tier="host", params="device", steps=3),
+    Case(stage=3, dtype="bf16", tier="device", params="host", steps=3),
+    Case(stage=3, dtype="bf16", tier="nvme", params="host", steps=3),
+    Case(stage=2, dtype="bf16", optimizer="SGD", steps=3),
+    Case(stage=3, dtype="bf16", overlap_step=True, steps=4),
+]
+
+
+@pytest.fixture(autouse=True)
+def torch_updates() -> Iterator[None]:
+    """On the device too the update is torch's own ops: interpreted, the kernel rounds otherwise, and takes most of the time."""
+    with mock.patch.object(kernels, "adam", reference.adam):
+        yield
+
+
+@pytest.mark.parametrize("case", [*GRID, *OTHERS], ids=str)
+def test_the_latest_copies_change_no_bit(case: Case) -> None:
+    assert run_case(case) == ""
+
+
+def test_ranks_with_devices_train_as_plain_torch() -> None:
+    cases = [
+        *(Case(stage=stage, dtype="bf16", steps=3) for stage in (0, 1, 2, 3)),
+        Case(stage=3, dtype="bf16", tier="nvme", accumulation=2, steps=3),
+        Case(stage=3, dtype="bf16", model="checkpointed", params="device", steps=3),
+    ]
+    table = run_world(2, run_case, cases, timeout=120)
+    assert {str(case): rows for case, rows in zip(cases, table, strict=True) if any(rows)} == {}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_what_a_user_does_gives_the_same_bits(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "CHUNK_NUMEL", 1024)
+    want = walk(seed, "device", tmp_path, overlap_step=False)
+    for options in ({"tier": "host"}, {"tier": "nvme"}, {"tier": "host", "param_tier": "device"}, {"tier": "host", "optimizer_tier": "device"}):
+        assert walk(seed, path=tmp_path, **{"overlap_step": False, **options}) == want
+    if seed % 3 == 2:  # beside the next forward
+        assert walk(seed, "host", tmp_path) == want
+
+
+# ---- copies ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def pair() -> tuple[Tensor, Tensor]:
+    """Eight values on the device, and a place for them in host memory."""
+    return torch.arange(8.0, device=DEVICE), torch.zeros(8)
+
+
+def test_an_offload_is_there_when_the_host_waits_and_an_upload_when_compute_follows() -> None:
+    link, (near, host) = link_to(DEVICE), pair()
+    event = link.offload(host, near)
+    assert host.isnan().all() and not event.done
+    link.follow(event)
+    near.zero_()  # compute may use the source again; the host has not waited
+    assert host.isnan().all()
+    event.wait()
+    assert host.tolist() == list(range(8)) and event.done
+    event = link.upload(near, host)
+    link.follow(event)
+    assert near.tolist() == list(range(8))
+
+
+def test_what_follows_an_upload_runs_beside_compute() -> None:
+    link, (near, host) = link_to(DEVICE), pair()
+    link.upload(near, host.fill_(3))
+    arrival = link.beside(near, lambda values: values + 1)
+    torch.ones(8, device=DEVICE)
+    assert not link.mark().done  # nobody has waited for compute, nor compute for the copy
+    assert arrival.wait().tolist() == [4.0] * 8
+
+
+@pytest.mark.races
+def test_a_value_that_was_not_awaited_is_reported() -> None:
+    (chunk,) = Host(DEVICE).chunks({"param": torch.float32}, [8])
+    chunk.put("param", torch.arange(8.0, device=DEVICE))
+    chunk.load("param", DEVICE, lambda values: values).value + 1
+
+
+def test_gradients_behind_their_copies_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However far the host is ahead: compute waits for a copy before its memory is used again."""
+    monkeypatch.setattr(link_module, "BEHIND_NBYTES", 3 << 20)
+    (chunk,) = Host(DEVICE).chunks({"grad": torch.float32}, [1 << 18])
+    before, syncs = torch.cuda.memory_allocated(), softgpu.stats["syncs"]
+    for _ in range(20):
+        chunk.put("grad", torch.ones(1 << 18, device=DEVICE))
+    assert torch.cuda.memory_allocated() - before <= 4 << 20 and softgpu.stats["syncs"] == syncs
+    assert chunk.open()["grad"].eq(1).all()
+
+
+def trained(steps: int, **options: Any) -> tuple[zk.ZeroOptimizer, list[float]]:
+    torch.manual_seed(0)
+    model = GPT()
+    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=3, dtype="bf16", **options)
+    return optimizer, train(model, optimizer, steps)
+
+
+HOST = {"param_tier": "host", "optimizer_tier": "host"}
+
+
+def test_page_locked_memory_is_used_again_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
+    memory.trim()
+    assert softgpu.pinned_nbytes() == 0
+    optimizer, _ = trained(2, **HOST)
+    pinned = softgpu.pinned_nbytes()
+    monkeypatch.setattr(memory, "aligned", lambda nbytes: pytest.fail(f"{nbytes} new bytes"))
+    pageable = softgpu.stats["pageable_copies"]
+    train(optimizer.model, optimizer, 2, start=2)
+    # the batch and the norm of each step are none of the tiers'
+    assert softgpu.pinned_nbytes() == pinned > 0 and softgpu.stats["pageable_copies"] == pageable + 2 * 2
+    optimizer.close()
+    assert softgpu.pinned_nbytes() == 0
+
+
+def test_a_system_that_does_not_lock_pages_costs_one_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "LINKS", {})
+    _, want = trained(3, optimizer_tier="device")
+    with softgpu.refuse_to_pin():
+        optimizer, losses = trained(3, **HOST)
+        optimizer.close()
+    assert losses == want and caplog.text.count("does not page-lock") == 1 and "ulimit -l" in caplog.text
+
+
+def test_what_is_all_on_the_device_needs_no_cupy_and_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "LINKS", {})
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    copies = softgpu.stats["copies"]
+    trained(2, optimizer_tier="device")
+    assert softgpu.stats["copies"] == copies
+    with pytest.raises(ImportError, match="pip install cupy-cuda13x"):
+        trained(1, **HOST)
+
+
+def test_forward_and_backward_do_not_wait_for_the_device() -> None:
+    optimizer, _ = trained(3, **HOST)
+    syncs = softgpu.stats["syncs"]
+    loss_of(optimizer.model, batch(3)).backward()
+    assert softgpu.stats["syncs"] == syncs
+    optimizer.step()

@@ -1,0 +1,158 @@
+"""Deferred construction: the same bits as plain construction, without memory until a unit is placed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zk
+from tests import models
+from tests.models import DEVICE, GPT, train
+from tests.test_materialize import (
+    DrawsWithoutAMetaKernel,
+    Everything,
+    ForwardInTheConstructor,
+    OnTheDeviceOfAnother,
+    ScaledByAChangingNumber,
+    copied_layers,
+    copied_with_buffers,
+    in_16_bits,
+    tensors,
+)
+from tests.world import run_world
+from zk.nn import deferred
+
+
+@pytest.fixture(params=(15, 1 << 16))
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes up to which tensors are made at once: models of tests are larger, or smaller."""
+    monkeypatch.setattr(deferred, "SMALL", request.param)
+    return int(request.param)
+
+
+def both(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """The module built plainly and deferred, under one seed; later draws must agree too."""
+    torch.manual_seed(3)
+    plain = make()
+    after = torch.rand(4)
+    torch.manual_seed(3)
+    with zk.deferred_init(device="cpu"):
+        model = make()
+    assert torch.equal(torch.rand(4), after)
+    return plain, model
+
+
+def large() -> nn.Module:
+    """Large tensors, and some computed from small ones."""
+    model = nn.Sequential(nn.Linear(200, 300), nn.LayerNorm(300), nn.Linear(300, 200))
+    model.register_buffer("mask", torch.ones(200, 200).tril().bool())
+    nn.init.trunc_normal_(model[0].weight)
+    nn.init.orthogonal_(model[2].weight)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Everything,
+        ScaledByAChangingNumber,
+        OnTheDeviceOfAnother,
+        DrawsWithoutAMetaKernel,
+        ForwardInTheConstructor,
+        copied_layers,
+        copied_with_buffers,
+        in_16_bits,
+        large,
+        lambda: nn.utils.parametrizations.orthogonal(nn.Linear(5, 3)),
+    ],
+)
+def test_the_same_bits_as_plain_construction(make: Callable[[], nn.Module], small: int, tmp_path: Path) -> None:
+    plain, model = both(make)
+    assert all(tensor.is_meta or tensor.nbytes < 2000 for tensor in tensors(model).values())
+    assert any(tensor.is_meta for tensor in tensors(model).values()) or small > 15
+    objects = {name: id(param) for name, param in model.named_parameters()}
+    state = torch.get_rng_state()
+    tiers = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path}
+    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=3, **tiers)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {name: id(param) for name, param in model.named_parameters()} == objects
+    with zk.gather(model.parameters()):
+        made, want = tensors(model), tensors(plain)
+        assert set(made) == set(want)
+        for name, tensor in want.items():
+            assert made[name].dtype == tensor.dtype and torch.equal(made[name], tensor), name
+            assert made[name].requires_grad == tensor.requires_grad
+    optimizer.close()
+
+
+def train_both(_case: object) -> str:
+    """Train the model built plainly and deferred: "" if losses are the same."""
+    losses = []
+    deferred.SMALL = 16
+    models.DEVICE = torch.device("cpu")
+    for model in both(GPT):
+        optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=3, dtype="bf16", param_tier="host")
+        losses.append(train(model, optimizer, 3))
+    return "" if losses[0] == losses[1] else f"{losses}"
+
+
+def test_quick_on_two_ranks_a_deferred_model_trains_as_the_plain_one() -> None:
+    assert run_world(2, train_both, [None]) == [["", ""]]
+
+
+@pytest.mark.parametrize("small", (0, 1 << 16, 1 << 30))
+@pytest.mark.parametrize("stage", (2, 3))
+def test_values_are_drawn_on_the_cpu_and_placed_on_the_device(stage: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred, "SMALL", small)
+    plain, _ = both(large)
+    torch.manual_seed(3)
+    with zk.deferred_init(DEVICE):
+        model = large()
+    assert all(tensor.is_meta for tensor in tensors(model).values()) == (small == 0)
+    optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    with zk.gather(model.parameters()):
+        for name, tensor in tensors(model).items():
+            assert tensor.device.type == DEVICE.type and torch.equal(tensor.cpu(), tensors(plain)[name])
+    optimizer.close()
+
+
+def test_what_cannot_be_followed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred, "SMALL", 0)
+    with torch.device("meta"):
+        stranger = nn.Linear(4, 4)
+    with zk.deferred_init():
+        model = nn.Linear(4, 4)
+    nn.init.zeros_(model.bias)
+    with pytest.raises(RuntimeError, match=r"'bias' was written or converted after deferred_init"):
+        zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()))
+    with zk.deferred_init():
+        model = nn.Linear(4, 4)
+    model.half()
+    with pytest.raises(ValueError, match=r"'weight' is on the meta device .* by dtype= and device= alone"):
+        zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(RuntimeError, match="without memory that was not made in it"), zk.deferred_init():
+        stranger.weight * 2
+    with pytest.raises(RuntimeError, match="generator of its own"), zk.deferred_init():
+        torch.randn(3, generator=torch.Generator())
+    with pytest.raises(RuntimeError, match=r"deferred_init\(device='mps'\)"), zk.deferred_init():
+        nn.Linear(4, 4, device="mps")
+    with pytest.raises(RuntimeError, match="within deferred_init"), zk.deferred_init(), zk.deferred_init():
+        pass
+    assert not torch.ones(1).is_meta and stranger.weight.is_meta  # and torch is as it was
+
+
+def test_the_record_goes_with_the_model() -> None:
+    import gc
+    import weakref
+
+    with zk.deferred_init():
+        model = large()
+    memory = weakref.ref(model[0].weight.untyped_storage()._zk_promise)  # type: ignore[attr-defined]
+    optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    gc.collect()
+    assert memory() is None
+    optimizer.close()

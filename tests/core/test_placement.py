@@ -1,0 +1,347 @@
+"""Tiers by budgets, and the refusal of what cannot fit before anything moves, on all ranks, with changes that fit."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zk
+from tests.world import run_world
+from zk import placement
+from zk.offload.rules import AdamRule
+from zk.placement import Place, Placement, Size
+from zk.unit import blocks_of, find_units
+
+KIB, GIB = 1 << 10, 1 << 30
+WIDTH, LAYERS = 64, 40
+NUMEL = LAYERS * (WIDTH * WIDTH + WIDTH)
+UNIT = Size(1000, param=2, master=2, moments=8, is_trained=True, is_block=True)
+
+
+def planned(joined: bool = False, sizes: list[Size] | None = None, ranks: int = 1, **options: Any) -> Placement:
+    return Placement(zk.ZeroConfig(**options), sizes or [UNIT] * 4, ranks, joined)
+
+
+AUTO: dict[str, Any] = {"stage": 3, "param_tier": "auto", "optimizer_tier": "auto", "nvme_path": "/tmp"}
+ROOM = {"device": 1 << 40, "host": 1 << 40}
+
+
+# ---- numbers alone -------------------------------------------------------------------------------
+
+
+def filled(device: int, host: int, count: int = 4, joined: bool = False, **options: Any) -> str:
+    """The first letters of each unit's tiers, and how many units have them."""
+    places = planned(joined, [UNIT] * count, **{**AUTO, **options}).places({"device": device, "host": host})
+    runs = itertools.groupby(param[0] + state[0] for param, state in places)
+    return " ".join(f"{len(list(run))}{name}" for name, run in runs)
+
+
+def test_quick_auto_fills_the_device_then_the_host_then_the_drive_by_whole_units() -> None:
+    assert filled(1 << 20, 1 << 20) == "4dd"
+    # parameters (2 bytes an element) come first, then states (12), with copies of parameters on the host
+    assert filled(4 * 2000 + 12_000, 1 << 20) == "1dd 3mh"
+    assert filled(3 * 2000, 1 << 20) == "3mh 1hh"
+    assert filled(0, 1 << 20) == "4hh"
+    # the drive needs buffers in host memory, of units that are gathered whole and of chunks
+    buffers = planned(**AUTO).buffers
+    assert buffers == 4 * (4096 + 4096 + 12_288)
+    assert filled(0, buffers + 12 * 2000 + 13_000, 12) == "1hh 11hn"
+    assert filled(0, buffers + 2 * 2000, 12) == "2hn 10nn"
+    assert filled(0, 100) == "4nn"
+    assert filled(12 * 2000, buffers + 12 * 2000 + 13_000, 12) == "1mh 11mn"
+    assert filled(12 * 2000, 1 << 20, 12, optimizer_tier="nvme") == "12mn"
+    assert filled(2000, 2000, 12, optimizer_tier="device") == "1dd 11hd"
+
+
+def test_auto_where_the_memory_of_device_and_host_is_one() -> None:
+    assert filled(5 * 2000 + 100, 5 * 2000 + 100, joined=True, nvme_path=None) == "4mh"
+    assert filled(1 << 20, 1 << 20, joined=True) == "4dd"
+    assert filled(4 * 2000 + 12_000, 1 << 20, joined=True, device_budget=4 * 2000 + 12_000) == "1dd 3mh"
+
+
+def test_auto_below_stage_3_is_about_states() -> None:
+    below = {"stage": 2, "param_tier": "device"}
+    assert filled(1 << 20, 1 << 20, **below) == "4dd"
+    assert filled(4 * 2000 + 12_000, 1 << 20, **below) == "1dd 3mh"
+
+
+def test_frozen_units_have_no_state_and_experts_of_ranks_are_shared() -> None:
+    frozen = UNIT._replace(is_trained=False, master=0, moments=0)
+    assert planned(sizes=[frozen, UNIT], optimizer_tier="host").places(ROOM) == [Place("device", ""), Place("mirrored", "host")]
+    one, two = (planned(ranks=ranks, stage=3, param_tier="host", optimizer_tier="host") for ranks in (1, 2))
+    assert {where: n // 2 for where, n in one.at_rest(one.places(ROOM)).items()} == two.at_rest(two.places(ROOM))
+
+
+def test_bytes_at_rest_and_in_use() -> None:
+    where = planned(optimizer_tier="host")
+    assert where.at_rest(where.places(ROOM)) == {
+        ("device", "param"): 8000, ("host", "param_copy"): 8000, ("host", "grad"): 8000, ("host", "master"): 8000, ("host", "moments"): 32_000,
+    }  # fmt: skip
+    joined = planned(joined=True, optimizer_tier="host")
+    assert joined.by_memory(joined.at_rest(joined.places(ROOM))) == {"host": 56_000}
+    full = planned(ranks=2, stage=3, prefetch=0, sizes=[UNIT] * 9).footprint([Place("device", "device")] * 9)
+    assert full["device", "gathered"] == 4 * 2000 and full["device", "bucket"] == 3 * 2000 and full["device", "fresh"] == 2000
+    drive = planned(stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path="/tmp")
+    assert drive.footprint(drive.places(ROOM))["host", "buffer"] == 4 * (4096 + 4096 + 12_288)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device_budget": 55_999}, "needs 56000 bytes on the device tier, and device_budget is 55999 bytes; raise it, .*optimizer_tier='host'"),
+        ({"optimizer_tier": "host", "host_budget": 55_999}, "needs 56000 bytes on the host tier, .* is 55999 bytes.*optimizer_tier='nvme'"),
+        ({"optimizer_tier": "nvme", "nvme_path": "/tmp", "host_budget": 10_000}, "needs 73536 bytes on the host tier.*smaller units="),
+        ({"optimizer_tier": "auto", "device_budget": 9000, "host_budget": 9000}, "on the host tier, and host_budget is 9000 bytes"),
+    ],
+)
+def test_budgets_that_do_not_hold_the_state_are_refused(options: dict[str, Any], message: str) -> None:
+    config = zk.ZeroConfig(**options)
+    with pytest.raises(ValueError, match=message):
+        planned(**options).places(placement.rooms(config, ROOM, joined=False))
+    raised = {name: nbytes * 10 for name, nbytes in options.items() if "budget" in name}
+    planned(**{**options, **raised}).places(placement.rooms(zk.ZeroConfig(**raised), ROOM, joined=False))
+
+
+def test_a_budget_of_the_host_is_a_cache_of_the_drive() -> None:
+    drive = {"stage": 3, "param_tier": "host", "optimizer_tier": "nvme", "nvme_path": "/tmp"}
+    where = planned(**drive, host_budget=200_000)
+    assert where.cache(where.places(ROOM)) == 200_000 - 4 * 2000
+    assert planned(**drive).cache(where.places(ROOM)) == 0
+
+
+def test_a_model_without_memory_is_planned_by_the_same_numbers() -> None:
+    with torch.device("meta"):
+        large = nn.Sequential(nn.Embedding(32_000, 4096), nn.ModuleList(nn.Linear(4096, 11_008, bias=False) for _ in range(96)))
+    adam, numel = AdamRule(torch.optim.AdamW(large.parameters())), sum(param.numel() for param in large.parameters())
+    units, sizes = find_units(large, blocks_of(large), lambda name, param: None, ()), []
+    for unit in units:
+        unit.dtype = torch.bfloat16
+        unit.lay_out(8, 8)
+        sizes.append(Size.of(unit, adam.codec(unit.dtype).fields, large))
+    assert len(sizes) == 97 and sum(size.is_block for size in sizes) == 96
+    where = Placement(zk.ZeroConfig(stage=3, dtype="bf16", optimizer_tier="host"), sizes, ranks=8, joined=False)
+    found = where.footprint(where.places(ROOM))
+    assert found["device", "param"] == 2 * numel / 8 and found["host", "moments"] == 8 * numel / 8
+    assert found["device", "gathered"] == 2 * (32_000 * 4096 + 5 * 4096 * 11_008)  # what is outside of blocks, and five of them
+
+
+# ---- the memory that is here ---------------------------------------------------------------------
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def train(net: nn.Module, optimizer: Any, steps: int = 2) -> list[float]:
+    losses = []
+    for seed in range(steps):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+        loss = net(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@contextlib.contextmanager
+def free(**nbytes: int) -> Iterator[None]:
+    """As if there were so much memory."""
+    with mock.patch.object(placement, "free_memory", lambda device, paths: {"host": GIB, "nvme": GIB, **nbytes}):
+        yield
+
+
+def wrap(net: nn.Module, **options: Any) -> zk.ZeroOptimizer:
+    return zk.ZeroOptimizer(net, torch.optim.AdamW(net.parameters()), units=[nn.Linear], **options)
+
+
+def refused(net: nn.Module, **options: Any) -> str:
+    with pytest.raises(MemoryError) as caught:
+        wrap(net, **options)
+    return str(caught.value)
+
+
+HOST = {"stage": 3, "param_tier": "host", "optimizer_tier": "host"}
+DRIVE = {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"}
+
+
+SAID = r"this rank needs ([\d.]+) (bytes|MiB) on the host tier and has ([\d.]+) (bytes|MiB), "
+
+
+def test_quick_a_refusal_says_what_is_needed_what_is_there_and_what_to_do(tmp_path: Path) -> None:
+    with free(host=0):
+        message = refused(model(), dtype="bf16", **HOST)
+        assert re.search(SAID, message) and "nvme tier" not in message and "Nothing has been changed" in message
+        assert 'for this model with stage=3, dtype="bf16", param_tier="host", optimizer_tier="host": ' in message
+        assert "use optimizer_tier='nvme', stage=3 with param_tier='nvme'" in message
+        optimizer = wrap(net := model(), dtype="bf16", nvme_path=tmp_path, **DRIVE)  # which fits
+        train(net, optimizer)
+        optimizer.close()
+    with free(nvme=KIB):
+        assert re.search("needs .* on the nvme tier and has 1024 bytes.* use a larger drive", refused(model(), nvme_path=tmp_path, **DRIVE))
+
+
+def test_after_a_refusal_model_and_optimizer_are_as_they_were() -> None:
+    net, twin = model(), model()
+    adam, other = torch.optim.AdamW(net.parameters()), torch.optim.AdamW(twin.parameters())
+    train(net, adam), train(twin, other)
+    with free(host=-100 * KIB - 12 * NUMEL, nvme=KIB), pytest.raises(MemoryError, match="not enough memory"):
+        zk.ZeroOptimizer(net, adam, stage=3, optimizer_tier="host", dtype="bf16")
+    assert train(net, adam) == train(twin, other)
+    for mine, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+        assert mine.dtype == torch.float32 and torch.equal(mine, theirs)
+        assert torch.equal(adam.state[mine]["exp_avg"], other.state[theirs]["exp_avg"])
+    optimizer = zk.ZeroOptimizer(net, adam)  # and may be given away still
+    train(net, optimizer)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_an_error_half_way_gives_the_model_back(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, twin = model(), model()
+    place, calls = zk.optimizer.UnitStore.place, itertools.count()
+
+    def failing(store: Any, values: Tensor) -> Tensor:
+        if next(calls) == 3:
+            raise OSError("the drive is full")
+        return place(store, values)
+
+    monkeypatch.setattr(zk.optimizer.UnitStore, "place", failing)
+    adam = torch.optim.AdamW(net.parameters())
+    with pytest.raises(OSError, match="the drive is full"):
+        zk.ZeroOptimizer(net, adam, stage=stage, units=[nn.Linear])
+    assert train(net, adam) == train(twin, torch.optim.AdamW(twin.parameters()))
+    wrap(net).close()
+
+
+def still_needed(net: nn.Module, adam: Any = None) -> float:
+    """Bytes of host memory that a refusal says are too few where none is free."""
+    adam = adam or torch.optim.AdamW(net.parameters())
+    with free(host=0, nvme=0), pytest.raises(MemoryError) as caught:
+        zk.ZeroOptimizer(net, adam, dtype="bf16", units=[nn.Linear])
+    found = re.search(SAID, str(caught.value))
+    assert found is not None
+    needed, there = (float(found[at]) * ((1 << 20) if found[at + 1] == "MiB" else 1) for at in (1, 3))
+    return needed - there
+
+
+def test_what_the_model_holds_counts_as_free() -> None:
+    plain = still_needed(model())
+    assert plain == pytest.approx((2 + 2 + 2 + 8 - 4) * NUMEL, rel=0.01)  # the fp32 weights are given back
+    graded = model()
+    graded(torch.ones(1, WIDTH)).sum().backward()
+    assert still_needed(graded) == pytest.approx(plain - 4 * NUMEL, rel=0.01)
+    train(net := model(), adam := torch.optim.AdamW(net.parameters()))
+    assert still_needed(net, adam) == pytest.approx(plain - 8 * NUMEL, rel=0.03)
+
+
+def on_ranks(what: str) -> str:
+    """What each rank hears; the second has less memory than the first, or both have too little."""
+    rank = dist.get_rank()
+    host = {"one lacks": (GIB, KIB)[rank], "both": 2 * 9 * NUMEL, "enough": 2 * 11 * NUMEL}[what]
+    net = model()
+    try:
+        with free(host=host):
+            optimizer = wrap(net, dtype="bf16", stage=0)
+    except MemoryError as error:
+        assert all(param.dtype == torch.float32 for param in net.parameters())
+        return str(error)
+    train(net, optimizer)
+    optimizer.close()
+    return "trained"
+
+
+def full_drive_on_ranks(stage: int) -> str:
+    """An error of the second rank at its third unit; then both train on, with another optimizer."""
+    net, place, calls = model(), zk.optimizer.UnitStore.place, itertools.count()
+
+    def failing(store: Any, values: Tensor) -> Tensor:
+        if next(calls) == 3 and dist.get_rank() == 1:
+            raise OSError("the drive is full")
+        return place(store, values)
+
+    with mock.patch.object(zk.optimizer.UnitStore, "place", failing), pytest.raises(OSError, match="the drive is full"):
+        wrap(net, stage=stage)
+    optimizer = wrap(net, stage=stage)
+    losses = train(net, optimizer)
+    optimizer.close()
+    return str(losses == pytest.approx(train(twin := model(), torch.optim.AdamW(twin.parameters())), rel=1e-4))
+
+
+def test_an_error_half_way_on_one_rank_gives_the_model_back_on_all() -> None:
+    assert run_world(2, full_drive_on_ranks, [2, 3]) == [["True", "True"], ["True", "True"]]
+
+
+def test_ranks_refuse_together() -> None:
+    one, both, enough = run_world(2, on_ranks, ["one lacks", "both", "enough"])
+    assert "failed elsewhere: on rank 1, MemoryError: there is not enough memory for this model" in one[0]
+    assert all(said.startswith("there is not enough memory for this model") for said in (one[1], *both))
+    assert enough == ["trained", "trained"]
+
+
+def test_bytes_at_rest_are_those_of_a_real_optimizer(tmp_path: Path) -> None:
+    for options in ({}, HOST, {**DRIVE, "nvme_path": tmp_path}, {"state_dtype": "8bit"}):
+        optimizer = wrap(net := model(), dtype="bf16", **options)
+        net(torch.ones(1, WIDTH)).sum().backward()
+        layout, stores = optimizer._layout, optimizer._runtime.stores
+        sizes = [Size.of(store.unit, store.codec.fields, net) for store in stores]
+        where = Placement(optimizer.config, sizes, 1, True)
+        predicted = where.at_rest([layout.places[store.unit] for store in stores])
+        chunks = [*itertools.chain.from_iterable((store.param, *store.states, *store.grad.chunks) for store in stores)]
+        real = sum(field.nbytes for chunk in chunks for field in chunk.open().values())
+        assert sum(predicted.values()) == real, options
+        for chunk in chunks:
+            chunk.close(changed=False)
+        optimizer.close()
+
+
+def test_auto_trains_the_same_bits_with_units_on_three_tiers(tmp_path: Path) -> None:
+    losses, places = [], []
+    for options in ({}, {"param_tier": "auto", "optimizer_tier": "auto", "nvme_path": tmp_path, "device_budget": "160KiB", "host_budget": "1900KiB"}):
+        optimizer = wrap(net := model(), dtype="bf16", stage=3, **options)
+        places.append(set(optimizer._layout.places.values()))
+        losses.append(train(net, optimizer, 3))
+        optimizer.close()
+    assert losses[0] == losses[1]
+    assert places[1] >= {Place("mirrored", "host"), Place("host", "nvme")}
+
+
+def buffers_of_the_first_rank(stage: int) -> list[str]:
+    def made(number: int) -> nn.Module:
+        torch.manual_seed(number)
+        net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        net.register_buffer("table", torch.randn(5))
+        net.register_buffer("repeated", torch.full((3, 1), float(number)).expand(3, 4))
+        net.register_buffer("yes", torch.tensor(number == 0))
+        net.register_buffer("slanted", torch.randn(3, 4).T)
+        net.register_buffer("turns", torch.polar(torch.ones(3), torch.randn(3)))
+        net.register_buffer("eighths", torch.randn(8).to(torch.float8_e5m2))
+        net.register_buffer("empty", torch.zeros(0))
+        return net
+
+    net, first = made(dist.get_rank()), made(0)
+    optimizer = zk.ZeroOptimizer(net, torch.optim.AdamW(net.parameters()), stage=stage, dtype="bf16")
+
+    def as_bytes(tensor: Tensor) -> Tensor:
+        return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+    pairs = zip(net.named_buffers(), first.buffers(), strict=True)
+    wrong = [name for (name, mine), theirs in pairs if mine.dtype != theirs.dtype or not torch.equal(as_bytes(mine), as_bytes(theirs))]
+    wrong += ["strides"] * (net.slanted.stride() != first.slanted.stride())
+    optimizer.close()
+    return wrong
+
+
+def test_ranks_have_the_first_ranks_buffers_in_their_dtype() -> None:
+    assert run_world(2, buffers_of_the_first_rank, [2, 3]) == [[[], []], [[], []]]

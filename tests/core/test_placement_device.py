@@ -1,0 +1,133 @@
+"""Devices with memory of their own: what moves there, what "auto" puts there, and what does not fit."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import zk
+from tests import softgpu
+from tests.models import GPT, batch, loss_of
+from zk import kernels, placement
+from zk.kernels import reference
+from zk.offload import link
+from zk.placement import Place
+
+if not softgpu.installed():
+    pytest.skip("for the software GPU (pytest -p tests.softgpu.plugin)", allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
+GIB = 1 << 30
+HOST = {"stage": 3, "param_tier": "host", "optimizer_tier": "host"}
+
+
+@pytest.fixture(autouse=True)
+def torch_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "adam", reference.adam)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    made = GPT(layers=4)
+    made.register_buffer("table", torch.randn(5))
+    return made
+
+
+def wrap(net: nn.Module, **options: Any) -> zk.ZeroOptimizer:
+    return zk.ZeroOptimizer(net, torch.optim.AdamW(net.parameters(), lr=1e-2), num_threads=1, **options)
+
+
+def train(net: nn.Module, optimizer: zk.ZeroOptimizer, steps: int = 3) -> list[float]:
+    losses = []
+    for step in range(steps):
+        loss = loss_of(net, batch(step).cuda())
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("options", [{"stage": 2}, {"stage": 2, "optimizer_tier": "host"}, HOST])
+def test_a_model_in_host_memory_moves_with_its_buffers_and_trains_the_same_bits(options: dict[str, Any]) -> None:
+    net = model()
+    other = copy.deepcopy(net).cuda()
+    optimizer, plain = wrap(net, dtype="bf16", device="cuda", **options), wrap(other, dtype="bf16", **options)
+    assert {tensor.device for tensor in (*net.parameters(), *net.buffers())} == {torch.device("cuda", 0)}
+    assert train(net, optimizer) == train(other, plain)
+    optimizer.close(), plain.close()
+    assert all(map(torch.equal, net.state_dict().values(), other.state_dict().values()))
+
+
+def test_no_more_than_a_unit_is_whole_on_the_device_while_a_model_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "BEHIND_NBYTES", 0)  # of copies to the host, which end late here
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16)))
+    nbytes = sum(param.nbytes for param in net.parameters())
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer = wrap(net, device="cuda", units=[nn.Linear], **HOST)
+    assert torch.cuda.max_memory_allocated() - before < nbytes / 4
+    optimizer.close()
+
+
+def test_devices_that_differ_or_are_not_there_are_refused() -> None:
+    net = model().cuda()
+    net.tokens.cpu()
+    with pytest.raises(ValueError, match=r"'tokens.weight' is on cpu and 'blocks.0.norm.weight' on cuda:0: .*device="):
+        wrap(net)
+    with pytest.raises(ValueError, match="'cuda:7', and torch sees 2 CUDA devices: name one of these"):
+        wrap(net, device="cuda:7")
+    optimizer = wrap(net, device="cuda")
+    train(net, optimizer)
+    net.cpu()
+    with pytest.raises(RuntimeError, match=r"was moved or converted after .* on cpu"):
+        net(batch(0))
+
+
+def free(device: int, host: int = GIB) -> Any:
+    found = {"device": device, "host": host, "nvme": GIB}
+    return mock.patch.object(placement, "free_memory", lambda device, paths: found)
+
+
+def test_what_does_not_fit_on_the_device_is_offered_the_host() -> None:
+    net = model().cuda()
+    held = sum(param.nbytes for param in net.parameters())
+    before = torch.cuda.memory_allocated()
+    with free(device=held // 2), pytest.raises(MemoryError) as caught:
+        wrap(net, dtype="bf16")
+    said = str(caught.value)
+    assert torch.cuda.memory_allocated() == before and all(param.dtype == torch.float32 for param in net.parameters())
+    assert re.search("needs .* on the device tier and has .*; use optimizer_tier='host'", said) and "on the host tier" not in said
+    with free(device=held // 2):
+        optimizer = wrap(net, dtype="bf16", optimizer_tier="host")
+    train(net, optimizer)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_auto_fills_half_of_the_device_and_trains_the_same_bits(stage: int, tmp_path: Path) -> None:
+    losses, places = [], []
+    auto = {"optimizer_tier": "auto", "nvme_path": tmp_path, "param_tier": "auto" if stage == 3 else "device"}
+    numel = sum(param.numel() for param in model().parameters())
+    for options, nbytes in (({}, GIB), (auto, GIB), (auto, int(1.5 * numel)), (auto, -4 * numel)):
+        net = model().cuda()
+        with free(device=nbytes):
+            try:
+                optimizer = wrap(net, dtype="bf16", stage=stage, **options)
+            except MemoryError:
+                assert nbytes < 0 and stage == 2  # full parameters are on the device
+                continue
+        places.append(set(optimizer._layout.places.values()))
+        losses.append(train(net, optimizer))
+        optimizer.close()
+    assert all(other == losses[0] for other in losses)
+    assert places[0] == places[1] == {Place("device", "device")} and Place("mirrored", "host") in places[2]
+    assert stage == 2 or places[3] == {Place("host", "host")}

@@ -1,0 +1,442 @@
+"""Ranks that do not do the same train what plain torch trains on the batches of all; or say so, on all."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zk
+import zk.memory
+from tests.models import DEVICE
+from tests.plain import mean_of_ranks
+from tests.world import call, run_world
+from zk import ZeroOptimizer
+
+WIDTH, VOCAB = 12, 19
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+Pass = tuple[str, frozenset[str]]  # "sync", "local" or "forward only"; branches that are not used
+
+
+class Block(nn.Module):
+    """Two branches, of which a rank may use one: all of the block is gathered for either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, skipped: str) -> Tensor:
+        x = x if "a" in skipped else x + self.a(x).tanh()
+        return x if "b" in skipped else x + self.b(x).tanh()
+
+
+class Branches(nn.Module):
+    """Blocks of which some, or parts, are left out; a block that all leave out is not called below stage 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, ids: Tensor, skipped: frozenset[str]) -> Tensor:
+        x = self.embed(ids[:, :-1])
+        for number, block in enumerate(self.blocks):
+            left_out = "".join(branch for branch in "ab" if f"{number}{branch}" in skipped)
+            x = x if left_out == "ab" and "calls all" not in skipped else block(x, left_out)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randint(VOCAB, (3, 7), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def sync(*skipped: str) -> Pass:
+    return "sync", frozenset(skipped)
+
+
+def local(*skipped: str) -> Pass:
+    return "local", frozenset(skipped)
+
+
+# what each rank does in a step; the last one that is given is that of all further ranks too
+STEPS: dict[str, Sequence[Sequence[Pass]]] = {
+    "alike": ([sync()],),
+    "other blocks": ([sync("0a", "0b", "2a")], [sync("1a", "1b", "3a", "3b")]),
+    "no block": ([sync(*(f"{n}{b}" for n in range(4) for b in "ab"))], [sync()]),
+    "more micro-batches": ([sync(), sync("1a", "1b")], [sync("2a", "2b")]),
+    "alike again": ([sync("3a")],),
+    "no backward": ([sync()], [("forward only", frozenset())]),
+    "nothing at all": ([sync("0a")], []),
+    "nothing on the first": ([], [sync(), sync()]),
+    "all are whole": ([sync()],),
+    "local passes on one": ([local(), sync("1b")], [sync()]),
+    "local passes on all": ([local(), local("0a", "0b")], [local("1a"), local()]),
+    "local passes that no other has": ([local(), local()], [sync("2a", "2b")]),
+    "one local pass each": ([local("1a", "1b")], [local()]),
+    "alike in the end": ([sync()],),
+}
+# at stage 3 all call all blocks, as often, and backward reads all
+WHOLE = {"calls all"}
+AT_STAGE_3: dict[str, Sequence[Sequence[Pass]]] = {
+    "alike": ([sync(*WHOLE)],),
+    "alike, in order": ([sync(*WHOLE)],),
+    "parts": ([sync("0a", "2b", *WHOLE)], [sync("1b", "2a", *WHOLE)]),
+    "parts, again": ([sync("0a", *WHOLE)], [sync("1b", *WHOLE)]),
+    "all": ([sync(*WHOLE)],),
+    "other parts": ([sync("1a", *WHOLE)], [sync("3a", "0b", *WHOLE)]),
+    "some of a sum": ([local("0a", *WHOLE), sync(*WHOLE)], [local(*WHOLE), sync("0a", "1b", *WHOLE)]),
+    "all again": ([sync(*WHOLE)],),
+}
+
+
+def of_rank(step: Sequence[Sequence[Pass]], rank: int) -> Sequence[Pass]:
+    return step[min(rank, len(step) - 1)]
+
+
+def reductions(step: Sequence[Sequence[Pass]], world: int, at_step: bool) -> Iterator[list[list[int]]]:
+    """The passes of each rank that are reduced together, by number: up to its next "sync", or what is left."""
+    left = [[number for number, (kind, _) in enumerate(of_rank(step, rank)) if kind != "forward only"] for rank in range(world)]
+    while any(left):
+        taken: list[list[int]] = [[] for _ in left]
+        for rank, numbers in enumerate(left):
+            while numbers:
+                taken[rank].append(numbers.pop(0))
+                if not at_step and of_rank(step, rank)[taken[rank][-1]][0] == "sync":
+                    break
+        yield taken
+
+
+def totals(grads: dict[tuple[int, int], list[Tensor | None]], step: Any, world: int, at_step: bool, dtype: torch.dtype) -> list[Tensor | None]:
+    """Each parameter's gradient: sums of passes in fp32 on each rank, their mean over ranks, and the sum of these means."""
+    found: list[Tensor | None] = []
+    for index in range(len(next(iter(grads.values())))):
+        total: Tensor | None = None
+        for together in reductions(step, world, at_step):
+            rows = [[grads[rank, number][index] for number in numbers] for rank, numbers in enumerate(together)]
+            if all(grad is None for row in rows for grad in row):
+                continue
+            shape = next(grad.shape for row in rows for grad in row if grad is not None)
+            wide = max(map(len, rows)) > 1
+            sums = [torch.zeros(shape, device=DEVICE) for _ in rows]
+            for rank, row in enumerate(rows):
+                for grad in row:
+                    sums[rank] = sums[rank] + (0 if grad is None else grad.float())
+            mean = mean_of_ranks(sums, FP32 if wide else dtype).float()
+            total = mean if total is None else total + mean
+        found.append(total)
+    return found
+
+
+def train(case: tuple[int, torch.dtype, dict[str, Any]]) -> str:
+    """Train on every rank by the plan of the stage; return what is not as in plain torch."""
+    stage, dtype, options = case
+    os.environ["ZK_CPU_ADAM"] = "torch"
+    zk.offload.cpu_adam.default_engine.cache_clear()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = Branches().to(DEVICE)
+    masters = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
+    plain, inner = copy.deepcopy(model).to(dtype), torch.optim.AdamW(masters, lr=1e-2)
+    own = list(plain.parameters())
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=stage, dtype=dtype, **options)
+    wrong = []
+    for number, (name, step) in enumerate((STEPS if stage < 3 else AT_STAGE_3).items()):
+        grads: dict[tuple[int, int], list[Tensor | None]] = {}
+        for peer in range(world):
+            for at, (kind, skipped) in enumerate(of_rank(step, peer)):
+                if kind != "forward only":
+                    (plain(batch(100 * number + 10 * at + peer), skipped) * options.get("loss_scale", 1.0)).backward()
+                    grads[peer, at] = [param.grad for param in own]
+                    plain.zero_grad()
+        for master, total in zip(masters, totals(grads, step, world, stage == 1, dtype), strict=True):
+            master.grad = None if total is None else total / options.get("loss_scale", 1.0)
+        inner.step()
+        with torch.no_grad():
+            for param, master in zip(own, masters, strict=True):
+                param.copy_(master)
+        for at, (kind, skipped) in enumerate(of_rank(step, rank)):
+            loss = model(batch(100 * number + 10 * at + rank), skipped)
+            if kind == "local":
+                with optimizer.no_sync():
+                    optimizer.backward(loss)
+            elif kind == "sync":
+                optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        with zk.gather(model.parameters(), kind="master") as got:
+            keys = [key for key, _ in model.named_parameters()]
+            wrong += [f"{name}: {key}" for key, one, other in zip(keys, got, masters, strict=True) if not torch.equal(one, other)]
+        if wrong:
+            break
+    optimizer.close()
+    return ", ".join(wrong)
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_ranks_that_differ_train_as_plain_torch(world: int) -> None:
+    cases = [(stage, dtype, {}) for stage in range(4) for dtype in (FP32, BF16)]
+    cases += [(2, FP16, {"loss_scale": 1024.0}), (3, FP16, {"loss_scale": 1024.0})]
+    cases += [(3, BF16, {"prefetch": 0}), (2, BF16, {"announce": True}), (3, FP32, {"announce": True}), (3, BF16, {"overlap_step": True})]
+    assert faults(world, cases) == {}
+
+
+def faults(world: int, cases: list[Any]) -> dict[str, list[str]]:
+    """What ranks say of cases that are not as in plain torch."""
+    table = run_world(world, call, [(train, case) for case in cases], timeout=40)
+    return {str(case): [str(words) for words in said] for case, said in zip(cases, table, strict=True) if any(said)}
+
+
+@pytest.mark.device_only
+def test_ranks_with_devices_train_as_plain_torch_over_nccl() -> None:
+    cases: list[Any] = [(stage, dtype, {"optimizer_tier": "host"}) for stage, dtype in ((0, BF16), (1, FP32), (2, BF16), (3, FP32))]
+    cases += [(2, BF16, {"optimizer_tier": "host", "announce": True}), (3, BF16, {"param_tier": "host", "optimizer_tier": "host"})]
+    cases += [(3, BF16, {"optimizer_tier": "host", "overlap_step": True})]
+    assert faults(2, cases) == {}
+
+
+# ---- errors of one rank, and what ranks must have alike --------------------------------------------------------------------------------
+
+
+def wrap(model: nn.Module, lr: float = 1e-2, **options: Any) -> ZeroOptimizer:
+    return ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=lr), **options)
+
+
+def with_another_option() -> None:
+    wrap(Branches(), stage=2 + dist.get_rank())
+
+
+def with_another_rate() -> None:
+    wrap(Branches(), lr=1e-2 * (1 + dist.get_rank()))
+
+
+def with_another_model() -> None:
+    model = Branches()
+    model.head.weight.requires_grad_(dist.get_rank() == 0)
+    wrap(model)
+
+
+def with_a_mistake_on_one() -> None:
+    wrap(Branches(), **({"stage": 7} if dist.get_rank() else {}))
+
+
+def with_an_add_on_that_fails() -> None:
+    class Fails(zk.Addon):
+        def codec(self, unit: Any, codec: Any) -> Any:
+            if dist.get_rank() == 1:
+                raise MemoryError("no room")
+            return codec
+
+    wrap(Branches(), addons=[Fails()])
+
+
+def with_states_that_do_not_fit() -> None:
+    optimizer = wrap(Branches())
+    states = optimizer.state_dict()
+    if dist.get_rank() == 0:
+        states["param_groups"] = []
+    optimizer.load_state_dict(states)
+
+
+ERRORS = {
+    with_another_option: ("ValueError", "stage is 2 on rank 0 and 3 on rank 1"),
+    with_another_rate: ("ValueError", r"param_groups[0]['lr'] is 0.01 on rank 0 and 0.02 on rank 1"),
+    with_another_model: ("ValueError", "of torch.float32 on rank 0 and (19, 12) of torch.float32, frozen on rank 1"),
+    with_a_mistake_on_one: ("ValueError", "stage must be 0, 1, 2 or 3; got 7"),
+    with_an_add_on_that_fails: ("MemoryError", "no room"),
+    with_states_that_do_not_fit: ("ValueError", "the states are of groups of [] parameters"),
+}
+
+
+def error_of(case: Any) -> str:
+    try:
+        case()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_quick_an_error_of_one_rank_is_raised_by_all() -> None:
+    for case, said in zip(ERRORS, run_world(2, error_of, list(ERRORS), timeout=20), strict=True):
+        kind, words = ERRORS[case]
+        assert all(text.startswith(kind) and words in text for text in map(str, said)), (case.__name__, said)
+
+
+# ---- what all ranks know ----------------------------------------------------------------------------------------------------------------
+
+
+def overflowing(stage: int) -> list[float]:
+    """One rank's gradient overflows in the second of three steps: skipped steps, scale, norm of torch's own clipping, and a checksum."""
+    torch.manual_seed(0)
+    model = Branches()
+    optimizer = wrap(model, stage=stage, dtype="fp16", loss_scale=zk.DynamicLossScale(init=1024.0, hysteresis=1))
+    norms = []
+    for step in range(3):
+        loss = model(batch(2 * step + dist.get_rank()), frozenset())
+        optimizer.backward(loss * (1e30 if step == 1 and dist.get_rank() == 1 else 1.0))
+        if step == 2:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    with zk.gather(model.parameters(), kind="master") as masters:
+        total = sum(float(master.double().abs().sum()) for master in masters)
+    scale = optimizer.metrics()["loss_scale"]
+    optimizer.close()
+    assert all(torch.equal(param, master.half()) for param, master in zip(model.parameters(), masters, strict=True))
+    return [optimizer.skipped_steps, scale, *norms, total]
+
+
+def test_an_overflow_on_one_rank_is_one_on_all_and_norms_are_of_all_ranks() -> None:
+    table = run_world(2, overflowing, [0, 1, 2, 3], timeout=20)
+    assert table[0][0][:2] == [1, 512.0] and 0 < table[0][0][2] < 10, table
+    assert all(said == table[0][0] for row in table for said in row), table
+
+
+def dropping(stage: int) -> list[str]:
+    """Gradients that are removed before a pass in which one rank has none: what is not that of the other rank's pass alone."""
+    torch.manual_seed(0)
+    model, removed = Branches(), ("blocks.0.a.weight", "blocks.0.b.bias", "blocks.3.b.weight")
+    plain = copy.deepcopy(model)
+    optimizer = wrap(model, stage=stage)
+    model(batch(dist.get_rank()), frozenset()).backward()
+    for name in removed:
+        model.get_parameter(name).grad = None
+    skipped = frozenset({"0a", "0b", "3a", "3b"} if dist.get_rank() else ())
+    model(batch(2), skipped).backward()
+    optimizer.clip_grad_norm_(1e9)  # ranks meet, and nothing is clipped
+    plain(batch(2), frozenset()).backward()
+    with zk.gather([model.get_parameter(name) for name in removed], kind="grad") as got:
+        return [name for name, grad in zip(removed, got, strict=True) if not torch.equal(grad, plain.get_parameter(name).grad / 2)]
+
+
+def test_a_gradient_that_was_removed_is_so_on_ranks_that_have_no_other() -> None:
+    assert run_world(2, dropping, [0, 1, 2], timeout=20) == [[[], []]] * 3
+
+
+def allocating(stage: int) -> tuple[bool, int]:
+    """If buffers are made anew in the first steps, and how many later."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(320, 320), nn.Tanh()) for _ in range(3)))
+    optimizer = wrap(model, stage=stage, dtype="bf16", units=[nn.Linear])
+    with mock.patch.object(zk.memory, "aligned", side_effect=zk.memory.aligned) as made:
+        for step in range(13):
+            if step == 3:
+                at_first = made.call_count
+            for _ in range(2):
+                model(torch.ones(4, 320, dtype=BF16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.close()
+    return at_first > 0, made.call_count - at_first
+
+
+def test_a_step_of_ranks_allocates_nothing_anew() -> None:
+    for stage, table in enumerate(run_world(2, allocating, [0, 1, 2, 3], timeout=20)):
+        for at_first, later in table:  # a thread of gloo may hold one a little longer; ten steps have use for hundreds
+            assert at_first and later <= 4, (stage, table)
+
+
+class Heard(zk.Addon):
+    """Notes what ranks exchange, and if that is in backward."""
+
+    def __init__(self) -> None:
+        self.words: list[tuple[str, str, bool]] = []
+
+    def comm(self, comm: Any) -> Any:
+        words = self.words
+
+        class Noted(type(comm)):  # type: ignore[misc]
+            def named(self, operation: str, about: str) -> Any:
+                words.append((operation, about, torch._C._current_graph_task_id() != -1))
+                return super().named(operation, about)
+
+        return Noted(comm.group)
+
+
+def noting(stage: int) -> list[tuple[str, str, bool]]:
+    """What ranks exchange in the fourth step."""
+    heard, model = Heard(), Branches()
+    optimizer = wrap(model, stage=stage, addons=[heard])
+    for _ in range(4):
+        heard.words.clear()
+        model(batch(dist.get_rank()), frozenset()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return heard.words.copy()
+
+
+def test_quick_units_are_reduced_while_backward_goes_on_and_ranks_meet_four_times_a_step() -> None:
+    for stage, table in zip((2, 3), run_world(2, noting, [2, 3], timeout=20), strict=True):
+        for words in table:
+            reduced = [about for operation, about, in_backward in words if operation == "reduce_scatter" and in_backward]
+            assert reduced == ["blocks.3", "blocks.2", "blocks.1", "blocks.0", "model"], (stage, words)
+            assert [about for operation, about, _ in words if operation == "exchange of numbers"] == ["reductions", "gradients", "reductions", "norm"]
+            if stage == 3:  # a block is reduced before those that are far ahead are gathered
+                events = [(operation, about) for operation, about, in_backward in words if in_backward]
+                assert events.index(("reduce_scatter", "blocks.3")) < events.index(("all_gather", "blocks.1")), events
+
+
+# ---- ranks that are gone, or go another way ---------------------------------------------------------------------------------------------
+
+
+def losing(case: tuple[str, int, dict[str, Any]]) -> str:
+    """Train a step; in the next one the second rank does not take part. What the first one says."""
+    how, stage, options = case
+    model = Branches()
+    optimizer = wrap(model, stage=stage, **options)
+    for step in range(3):
+        if step == 2 and dist.get_rank() == 1 and how == "ends":
+            os._exit(7)
+        if step == 2 and dist.get_rank() == 1 and how == "sleeps":
+            time.sleep(4)
+        if step == 2 and dist.get_rank() == 1 and how == "leaves out a block":
+            model.blocks = model.blocks[1:]
+        try:
+            model(batch(step), frozenset()).backward()
+            optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+        optimizer.zero_grad()
+    return "nothing"
+
+
+@pytest.mark.parametrize("how", ("ends", "sleeps"))
+@pytest.mark.parametrize("stage, about", ((2, "'reductions'"), (3, "all_gather of 'model'")))
+def test_a_rank_that_is_gone_ends_the_others_in_a_collective_that_they_name(how: str, stage: int, about: str) -> None:
+    said = str(run_world(2, losing, [(how, stage, {})], timeout=2)[0][0])
+    assert said.startswith("rank 0 of 2: ") and about in said and "another rank is gone" in said, said
+
+
+def test_announced_ranks_say_who_does_what() -> None:
+    for said in run_world(2, losing, [("leaves out a block", 3, {"announce": True, "prefetch": 0})], timeout=10)[0]:
+        assert "rank 0: all_gather of 'blocks.0', " in str(said) and "rank 1: all_gather of 'blocks.1', " in str(said), said
+
+
+def test_without_its_file_announcing_is_an_unknown_option(tmp_path: Path) -> None:
+    """In a copy of the tree: the file is gone, and the line that registers it. All else works."""
+    top = Path(__file__).resolve().parents[2]
+    for folder in ("zk", "tests"):
+        shutil.copytree(top / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(top / "setup.cfg", tmp_path)
+    (tmp_path / "zk/addons/announced.py").unlink()
+    names = tmp_path / "zk/__init__.py"
+    names.write_text("".join(line for line in names.read_text().splitlines(keepends=True) if "addons.announced" not in line))
+
+    def says(*arguments: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300)
+        return f"{done.returncode} {done.stdout} {done.stderr}"
+
+    assert "TypeError: ZeroOptimizer and ZeroConfig have no option 'announce'" in says("-c", "import zk; zk.ZeroConfig(announce=True)")
+    said = says("-m", "pytest", "-p", "no:benchmark", "-q", "-x", "tests/core/test_quick.py", "-k", "tied or checkpointed")
+    assert said.startswith("0 "), said

@@ -1,0 +1,284 @@
+"""Host memory and the drive under ZeroOptimizer: what is written and read, what a bad drive does, what stays; memory that is used again."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zk
+from tests.core.test_files import Faults
+from tests.models import DEVICE
+from tests.programs import run
+from zk import memory, store
+from zk.offload import file as file_module
+from zk.offload.drive import SPARE, Drive, capacity_of
+from zk.offload.file import File
+from zk.offload.tiers import CPU, Memory
+
+pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    faults = Faults()
+    monkeypatch.setattr(file_module, "SYSTEM", faults)
+    return faults
+
+
+class Late(file_module.System):
+    """Transfers that take their time, each another one, into memory that holds no value until then."""
+
+    random = random.Random(0)
+
+    def preadv(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:  # type: ignore[override]
+        time.sleep(self.random.random() * 2e-3)
+        return os.preadv(descriptor, buffers, offset)
+
+    def pwritev(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:  # type: ignore[override]
+        time.sleep(self.random.random() * 2e-3)
+        return os.pwritev(descriptor, buffers, offset)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = File.read_async
+    monkeypatch.setattr(file_module, "SYSTEM", Late())
+    monkeypatch.setattr(File, "read_async", lambda self, tensor, offset=0: read(self, tensor.fill_(255), offset))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "CHUNK_NUMEL", 2048)
+
+
+class Blocks(nn.Module):
+    def __init__(self, count: int = 6, width: int = 48) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+        self.skip: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if index not in self.skip:
+                x = x + torch.tanh(block(x))
+        return x
+
+
+def held(model: nn.Module, path: Path, tier: str = "nvme", **options: Any) -> zk.ZeroOptimizer:
+    options = {"stage": 3, "dtype": "bf16", "param_tier": tier, "optimizer_tier": tier, "nvme_path": path if tier == "nvme" else None, **options}
+    return zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
+
+
+def step(model: nn.Module, optimizer: zk.ZeroOptimizer, seed: int = 0, micro_batches: int = 1) -> float:
+    for number in range(micro_batches):
+        x = torch.randn(4, 48, generator=torch.Generator().manual_seed(10 * seed + number)).to(DEVICE, torch.bfloat16)
+        loss = model(x).float().square().mean()
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def drive_of(optimizer: zk.ZeroOptimizer) -> Drive:
+    drive = optimizer._layout.tiers["nvme"]
+    assert isinstance(drive, Drive)
+    return drive
+
+
+def moved(drive: Drive, model: nn.Module, optimizer: zk.ZeroOptimizer, **options: int) -> tuple[float, float]:
+    """Bytes read and written in a step, for each parameter."""
+    before = drive.file.read_nbytes, drive.file.written_nbytes
+    step(model, optimizer, 7, **options)
+    assert all(request.ended.wait(10) for request in drive.file.in_flight)
+    count = sum(param.numel() for param in model.parameters())
+    return (drive.file.read_nbytes - before[0]) / count, (drive.file.written_nbytes - before[1]) / count
+
+
+# ---- what is read and written ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_budget_all_is_read_and_written_once_in_each_use(tmp_path: Path) -> None:
+    model = Blocks(24, 192)
+    optimizer = held(model, tmp_path)
+    model.forward = lambda x: Blocks.forward(model, nn.functional.pad(x, (0, 144)))  # type: ignore[method-assign]
+    step(model, optimizer)
+    read, written = moved(drive_of(optimizer), model, optimizer)
+    # parameters in forward, backward and update; gradients in 16 bits; masters and moments
+    assert 0.7 * (3 * 2 + 2 + 10) < read < 1.1 * (3 * 2 + 2 + 10)
+    assert 0.95 * (2 + 2 + 10) < written < 1.1 * (2 + 2 + 10)
+    _, with_sums = moved(drive_of(optimizer), model, optimizer, micro_batches=2)
+    assert 0.95 * 4 < with_sums - written < 1.1 * 4  # the sum of two is in fp32, and is written once more
+    assert drive_of(optimizer).used_nbytes <= SPARE * sum(drive_of(optimizer).largest.values())
+    optimizer.close()
+
+
+def test_what_fits_stays_and_is_never_written(small: None, tmp_path: Path) -> None:
+    losses, moves = [], []
+    for budget in (None, 450_000, "1GiB"):
+        torch.manual_seed(0)
+        model = Blocks(24)
+        optimizer = held(model, tmp_path, host_budget=budget)
+        losses.append([step(model, optimizer, seed) for seed in range(3)])
+        moves.append(moved(drive_of(optimizer), model, optimizer))
+        kept = {name: [chunk.is_kept for chunk in drive_of(optimizer).all if name in chunk.dtypes] for name in ("param", "exp_avg")}
+        assert all(kept["param"]) == any(kept["param"]) == (budget is not None) and all(kept["exp_avg"]) == (budget == "1GiB")
+        optimizer.close()
+    assert losses[1:] == losses[:1] * 2 and moves[2] == (0, 0)
+    assert moves[1][0] < moves[0][0] - 4 and moves[1][1] < moves[0][1] - 1.5
+
+
+def test_buffers_of_every_size_are_used_again(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, new, aligned = Blocks(12), list[int](), memory.aligned
+    optimizer = held(model, tmp_path)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    monkeypatch.setattr(memory, "aligned", lambda nbytes: new.append(nbytes) or aligned(nbytes))
+    drive = drive_of(optimizer)
+    before = drive.used_nbytes
+    for seed in range(10):
+        step(model, optimizer, seed)
+    # how many are in flight at once depends on the drive, but not on the number of steps
+    assert before + sum(new) <= SPARE * sum(map(capacity_of, drive.largest.values()))
+    optimizer.close()
+
+
+# ---- any order gives the bits of host memory ------------------------------------------------------------------------------------------------
+
+
+def walk(seed: int, tier: str, path: Path, **options: Any) -> list[float]:
+    """Steps, micro-batches, writes, loads, evaluations, single blocks, skipped blocks, dropped gradients, in any order: what is seen of them."""
+    choices = random.Random(seed)
+    torch.manual_seed(0)
+    model, out, saved = Blocks().to(DEVICE), list[float](), None
+    x = torch.ones(2, 48, device=DEVICE, dtype=torch.bfloat16)
+    optimizer = held(model, path, tier, **{"prefetch": choices.choice((0, 1, 3)), "overlap_step": seed % 3 == 2, **options})
+    for number in range(20):
+        what = choices.choice(("step", "step", "sum", "halve", "save", "load", "drop", "validate", "block", "skip", "clip"))
+        if what in ("step", "sum"):
+            out.append(step(model, optimizer, number, 1 + 2 * (what == "sum")))
+        elif what == "halve":
+            with zk.gather(model.parameters(), write=True), torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.5)
+        elif what == "save":
+            saved = copy.deepcopy(optimizer.state_dict())
+        elif what == "load" and saved is not None:
+            optimizer.load_state_dict(saved)
+        elif what == "skip":
+            model.skip = set(choices.sample(range(6), choices.randrange(5)))
+        elif what in ("drop", "clip"):
+            model(x).float().sum().backward()
+            if what == "clip":
+                out.append(float(optimizer.clip_grad_norm_(1.0)))
+                optimizer.step()
+            optimizer.zero_grad()
+        elif what in ("validate", "block"):
+            with torch.no_grad():
+                out.append((model if what == "validate" else model.blocks[choices.randrange(6)])(x).float().sum().item())
+    optimizer.close()
+    return out
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_what_a_user_does_gives_the_same_bits(seed: int, late: None, small: None, tmp_path: Path) -> None:
+    want = walk(seed, "host", tmp_path)
+    assert walk(seed, "nvme", tmp_path) == want and walk(seed, "nvme", tmp_path, host_budget=150_000) == want
+
+
+def test_several_folders_share_the_bytes(small: None, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    losses = []
+    for paths in (folders[:1], folders):
+        torch.manual_seed(0)
+        model = Blocks()
+        optimizer = held(model, tmp_path, nvme_path=paths)
+        losses.append([step(model, optimizer, seed) for seed in range(2)])
+        assert len(drive_of(optimizer).file.paths) == len(paths)
+        optimizer.close()
+    assert losses[0] == losses[1] and [os.listdir(folder) for folder in folders] == [[], []]
+
+
+# ---- a drive that fails ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("call", "number"), (("preadv", errno.EIO), ("pwritev", errno.EIO), ("pwritev", errno.ENOSPC)))
+@pytest.mark.parametrize("when", (0, 9, 40))
+def test_what_the_drive_refuses_ends_the_run_by_name(call: str, number: int, when: int, small: None, tmp_path: Path, faults: Faults) -> None:
+    model = Blocks()
+    optimizer = held(model, tmp_path)
+    step(model, optimizer)
+    faults.fail = {call: [0] * when + [number]}
+    with pytest.raises(OSError, match="bytes at offset") as raised:
+        for seed in range(6):
+            step(model, optimizer, seed)
+    assert raised.value.errno == number and str(raised.value.filename).startswith(str(tmp_path))
+
+
+def test_a_changed_byte_is_an_error(small: None, tmp_path: Path, faults: Faults) -> None:
+    model = Blocks()
+    optimizer = held(model, tmp_path)
+    step(model, optimizer)
+    faults.change = 100
+    with pytest.raises(OSError, match="not what was written there"):
+        for seed in range(3):
+            step(model, optimizer, seed)
+
+
+def test_a_full_drive_is_refused(tmp_path: Path, faults: Faults) -> None:
+    faults.fail = {"posix_fallocate": [errno.ENOSPC] * 9}
+    with pytest.raises(OSError, match=r"\d+ bytes .* are needed and \d+ .* are free"):
+        held(Blocks(), tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trimmed() -> Iterator[None]:
+    gc.collect()
+    memory.trim()
+    yield
+    memory.trim()
+
+
+def test_memory_is_used_again_once_its_last_view_is_gone(trimmed: None) -> None:
+    first = memory.empty(50_000, torch.float32, CPU)
+    view, address = first[10:20], first.data_ptr()
+    assert address % 4096 == 0
+    del first
+    other = memory.empty(50_000, torch.float32, CPU)
+    assert other.data_ptr() != address  # somebody has a view of it
+    del view
+    assert memory.empty(100_000, torch.bfloat16, CPU).data_ptr() == address  # of the same bytes, whatever they are
+
+
+def test_host_memory_is_not_copied_by_a_fork_and_reading_it_there_ends() -> None:
+    program = (
+        "import os, signal, torch\nfrom zk.memory import aligned, zeros\n"
+        "x, y = zeros(1 << 20, torch.float32, torch.device('cpu')).fill_(1), torch.ones(3)\n"
+        "if os.fork() == 0:\n    assert y.sum() == 3\n    x.sum()\n    os._exit(0)\n"
+        "print(os.waitstatus_to_exitcode(os.wait()[1]), x.sum().item())\n"
+    )
+    assert run("-c", program).stdout.split() == ["-11", str(float(1 << 20))]
+
+
+def test_where_host_is_the_device_nothing_is_copied() -> None:
+    (chunk,) = Memory(CPU).chunks({"param": torch.float32, "grad": torch.float32}, [100])
+    values = torch.ones(100)
+    chunk.put("grad", values)
+    assert chunk.open()["grad"] is values and chunk.load("grad", CPU, lambda field: field).wait() is values
+    assert chunk.open(slice(10, 20))["param"].shape == (10,)

@@ -1,0 +1,40 @@
+"""``state_dtype="bf16"`` or ``"8bit"``: Adam's moments in fewer bits; results change.
+
+With "8bit" the masters of bf16 parameters have 24 bits: 3 bytes of state where there are 10.
+Uses of the core: the seam ``codec``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zk.addon import Addon
+from zk.kernels import codec
+from zk.kernels.eight_bit import CODES
+from zk.offload.rules import AdamRule, Codec
+from zk.unit import Unit
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "8bit": CODES,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.bfloat16,
+}
+
+
+class StateDtype(Addon):
+    def __init__(self, value: str | torch.dtype) -> None:
+        if value not in DTYPES:
+            raise ValueError(f"state_dtype must be 'fp32', 'bf16' or '8bit'; got {value!r}")
+        self.dtype = DTYPES[value]
+
+    def codec(self, unit: Unit, given: Codec) -> Codec:
+        if not given.fields:
+            return given
+        if not {"exp_avg", "exp_avg_sq"} <= given.fields.keys() or "max_exp_avg_sq" in given.fields:
+            raise ValueError(
+                "state_dtype= is for Adam and AdamW without amsgrad; other optimizers keep what their "
+                "own step() makes: remove it"
+            )
+        return Codec(codec.state_fields(unit.dtype, AdamRule.names, self.dtype, True))

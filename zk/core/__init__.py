@@ -1,1 +1,0 @@
-"""Parts of a step: units, stores, updates, precision."""

@@ -1,0 +1,189 @@
+"""Host memory: aligned, used again, not copied by a fork; and how much there is."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import re
+import resource
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+SMALL = 1 << 12
+HUGE = 2 << 20
+WIPE_ON_FORK = 18  # madvise(2): a forked process has zeros there, and the kernel copies nothing
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# of versions 2 and 1: limit, usage, and what of the usage the kernel drops where memory is short
+CGROUP_FILES = (
+    ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+)
+
+
+class Pinning(Protocol):
+    """What locks pages for copies: a link (zk.offload.link)."""
+
+    def pin(self, memory: Tensor) -> None: ...
+
+    def unpin(self, memory: Tensor) -> None: ...
+
+
+_regions = weakref.WeakValueDictionary[int, mmap.mmap]()  # what forked processes lack, by address
+_free: dict[tuple[int, Pinning | None], list[np.ndarray]] = {}  # buffers that nobody uses
+
+
+def round_up(nbytes: int, multiple: int = mmap.PAGESIZE) -> int:
+    return -(-nbytes // multiple) * multiple
+
+
+# ---- memory that is new --------------------------------------------------------------------------
+
+
+def aligned(nbytes: int) -> Tensor:
+    """(nbytes,) uint8, zero, page-aligned. Its pages exist once they are written.
+
+    Forked processes do not get it: the kernel would copy each page that is written meanwhile.
+    """
+    region = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # another system: pages are small, and forks copy
+        region.madvise(WIPE_ON_FORK)
+        _regions[ctypes.addressof(ctypes.c_char.from_buffer(region))] = region
+        if nbytes >= HUGE:
+            region.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(region, dtype=torch.uint8)[:nbytes]
+
+
+def end_reads_in_forks() -> None:
+    """End a forked process that reads what it was not given, rather than let it read zeros."""
+    protect = ctypes.CDLL(None).mprotect
+    for address, region in _regions.items():
+        protect(ctypes.c_void_p(address), ctypes.c_size_t(len(region)), 0)
+
+
+os.register_at_fork(after_in_child=end_reads_in_forks)
+
+
+def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(numel,) zeros; in host memory their pages exist once they are written."""
+    nbytes = numel * dtype.itemsize
+    if device.type != "cpu" or nbytes < mmap.PAGESIZE:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    return aligned(nbytes).view(dtype)
+
+
+# ---- memory that is used again -------------------------------------------------------------------
+
+
+def empty(
+    numel: int, dtype: torch.dtype, device: torch.device, link: Pinning | None = None
+) -> Tensor:
+    """(numel,) of any value, as torch.empty, from buffers of the same size that were freed.
+
+    A buffer is free when the last tensor that shares its memory is gone. Its pages stay touched,
+    which costs a third of a second for each GiB that is new. ``link``: they are page-locked for it,
+    once.
+    """
+    nbytes = numel * dtype.itemsize
+    if device.type != "cpu" or (nbytes < SMALL and link is None):
+        return torch.empty(numel, dtype=dtype, device=device)
+    capacity = round_up(max(nbytes, 1))
+    free = _free.setdefault((capacity, link), [])
+    try:
+        buffer = free.pop()
+    except IndexError:
+        new = aligned(capacity)
+        if link is not None:
+            link.pin(new)
+        buffer = new.numpy()
+    view = buffer[:nbytes]  # the tensor keeps it, and so it is gone when the tensor's memory is
+    weakref.finalize(view, free.append, buffer).atexit = False
+    return torch.from_numpy(view).view(dtype)
+
+
+def trim() -> None:
+    """Give back to the system what nobody uses, and what malloc keeps of freed memory (glibc)."""
+    for (_, link), buffers in _free.items():
+        while buffers:
+            buffer = torch.from_numpy(buffers.pop())
+            if link is not None:  # pages must not be unmapped while they are locked
+                link.unpin(buffer)
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+# ---- how much there is ---------------------------------------------------------------------------
+
+
+def peak_nbytes() -> int:
+    """The most memory this process has had at once (its resident set's high-water mark)."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+    except (
+        OSError,
+        TypeError,
+    ):  # no /proc: getrusage may include the process that started this one
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def own_cgroups() -> Iterator[tuple[Path, tuple[str, str, tuple[str, ...]]]]:
+    """Folders of this process's control groups for memory, up to the root; files in them."""
+    try:
+        lines = OWN_CGROUPS.read_text().splitlines()
+    except OSError:  # no /proc
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = CGROUPS / "memory" if controllers else CGROUPS
+        own = root / path.lstrip("/")
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(root):
+                yield folder, CGROUP_FILES[bool(controllers)]
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of host memory that this process may have, and that are free of them.
+
+    The machine's; less in a container with a limit, or with one for addresses (ulimit -v).
+    """
+    machine = psutil.virtual_memory()
+    total, free = int(machine.total), int(machine.available)
+    for folder, (limit_file, usage_file, droppable) in own_cgroups():
+        try:
+            limit = int((folder / limit_file).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            dropped = sum(int(stat.get(name, 0)) for name in droppable)
+            used = int((folder / usage_file).read_text()) - dropped
+        except (OSError, ValueError):  # without a limit ("max"), not mounted, another kernel's
+            continue
+        if limit < machine.total:
+            total, free = min(total, limit), min(free, max(0, limit - used))
+    addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if addresses != resource.RLIM_INFINITY:
+        unused = addresses - int(psutil.Process().memory_info().vms)
+        total, free = min(total, addresses), min(free, max(0, unused))
+    return total, free
+
+
+def in_memory(folder: Path) -> bool:
+    """Tell if files in ``folder`` are in host memory, not on a drive."""
+    mounts = {disk.mountpoint: disk.fstype for disk in psutil.disk_partitions(all=True)}
+    above = (str(path) for path in (folder.resolve(), *folder.resolve().parents))
+    return next((mounts[path] for path in above if path in mounts), "") in ("tmpfs", "ramfs")

@@ -1,0 +1,230 @@
+"""Gradient: one unit's gradient, from ``param.grad`` to this rank's shard of the mean over ranks.
+
+collect -> reduce -> take     flattened on this rank; mean over ranks; the shard on its tier
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zk.checks import check_dense
+from zk.kernels import reference
+from zk.memory import empty
+from zk.offload.cpu_adam import sum_of_squares
+from zk.parallel.left import Left, in_backward, is_here
+
+if TYPE_CHECKING:
+    from zk.offload.tiers import Chunk
+    from zk.store import UnitStore
+
+ALL = -1  # parameters of a chunk
+
+
+class Gradient:
+    """The values of one unit's gradient, and what is known beside them.
+
+    local      (numel,)  collected on this rank, and not yet reduced
+    chunks     (shard,)  reduced: in the unit's dtype, or as an fp32 sum of several
+    """
+
+    def __init__(self, store: UnitStore, chunks: list[Chunk]) -> None:
+        self.store, self.unit, self.layout, self.chunks = store, store.unit, store.layout, chunks
+        self.me = weakref.ref(self)
+        self.sums_each = False  # sums of squares are asked for by parameter
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin without a gradient."""
+        count = len(self.unit.params)
+        self.present = [False] * count  # which parameters have one, on any rank
+        self.factors = [1.0] * count  # what each is multiplied with when it is used or read
+        self.scale = 1.0  # the loss scale that values have
+        # (chunk, parameter or ALL) -> sum of squares of this rank's elements, without the factor
+        self.squares: dict[tuple[int, int], Any] = {}
+        self.local: Tensor | None = None
+        self.is_taken = False  # this rank's shard is on its tier
+        self.marks: list[Left | None] = [None] * count  # what stands for them in ``param.grad``
+
+    def drop(self) -> None:
+        """Free the values: they were used, or are not wanted."""
+        if self.is_taken:
+            for chunk in self.chunks:
+                chunk.drop()
+        self.forget()
+
+    # ---- collect -> reduce -> take ---------------------------------------------------------------
+
+    def collect(self, scale: float) -> None:
+        """Take what is in ``param.grad``, under a loss ``scale``; add it in fp32 to what is here."""
+        unit = self.unit
+        here = [param.grad if is_here(param.grad) else None for param in unit.params]
+        check_dense(unit.names, here)
+        if any(self.present):
+            self.settle()
+        else:
+            self.scale = scale
+        is_sum = self.local is not None or self.scale != scale
+        bucket = empty(unit.numel, torch.float32 if is_sum else unit.dtype, unit.device)
+        none = bucket.new_empty(0, dtype=unit.dtype)  # as the others
+        flat = [none if g is None else unit.flat(i, g.detach()) for i, g in enumerate(here)]
+        reference.unchecked("flatten", unit.device)(flat, bucket, unit.regions)
+        if self.scale != scale:
+            bucket.mul_(self.scale / scale)
+        self.local = bucket if self.local is None else bucket.add_(self.local)
+        self.present = [old or new is not None for old, new in zip(self.present, here, strict=True)]
+
+    def settle(self) -> None:
+        """Multiply values by the factors that were noted: others are about to be added."""
+        for index, factor in enumerate(self.factors):
+            if factor == 1.0:
+                continue
+            if self.local is not None:
+                self.unit.views(self.local)[index].mul_(factor)
+            for number, here, _ in self.store.parts(index) if self.is_taken else ():
+                self.chunks[number].open()["grad"][here].mul_(factor)
+                self.chunks[number].close(changed=True)
+            self.factors[index] = 1.0
+
+    def reduce(self, dtype: torch.dtype | None = None, scale: float | None = None) -> None:
+        """Reduce what is collected over ranks; take this rank's shard.
+
+        Several ranks agree on a ``dtype``, if not the unit's, and on the loss ``scale``.
+        """
+        unit, layout = self.unit, self.layout
+        if self.local is None:  # other ranks have some
+            self.drop_removed()
+        bucket, self.local = self.local, None
+        if bucket is None:
+            bucket = empty(unit.numel, unit.dtype, unit.device).zero_()
+        if layout.comm.size > 1:
+            bucket = bucket.to(dtype or unit.dtype)
+        if scale is not None and not self.is_taken:
+            bucket = bucket if scale == self.scale else bucket.mul_(scale / self.scale)
+            self.scale = scale
+        shard = layout.comm.reduce_scatter(unit.name, bucket)
+        if layout.sharers.size < layout.comm.size:  # stage 0: every rank has all of it
+            shard, work = layout.comm.all_gather(unit.name, shard)
+            work.wait()
+        self.take(shard)
+
+    def take(self, shard: Tensor) -> None:
+        """Keep ``shard`` (shard,) on its tier, or add it in fp32 to what is there."""
+        for number, (chunk, bound) in enumerate(zip(self.chunks, self.store.bounds, strict=True)):
+            values = shard[bound]
+            if self.is_taken:
+                values = chunk.load("grad", values.device, in_fp32).wait().add_(values)
+            self.sum_squares(number, values)
+            chunk.put("grad", values)
+        self.is_taken = True
+
+    def sum_squares(self, number: int, values: Tensor) -> None:
+        """Note the sum of squares of chunk ``number``, or of each parameter in it."""
+        threads = self.layout.num_threads
+        if not self.sums_each:
+            self.squares[number, ALL] = sum_of_squares(values, threads)
+        for index, here, _ in self.store.within(number) if self.sums_each else ():
+            self.squares[number, index] = sum_of_squares(values[here], threads)
+
+    def sum_of_squares(self, index: int | None = None) -> Any:
+        """Of one parameter, or of all; a number, or a scalar tensor on a GPU."""
+        is_alike = index is None and len(set(self.factors)) == 1
+        if not is_alike and not self.sums_each:  # from now on
+            self.sums_each, self.squares = True, {}
+            for number, chunk in enumerate(self.chunks):
+                self.sum_squares(number, chunk.open()["grad"])
+                chunk.close(changed=False)
+        chosen = (key for key in self.squares if index is None or key[1] == index)
+        return sum(
+            self.squares[key] * (self.factors[max(key[1], 0)] / self.scale) ** 2 for key in chosen
+        )
+
+    # ---- param.grad ------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """The gradients have left: put what stands for them into ``param.grad``."""
+        for index, param in enumerate(self.unit.params):
+            mark = self.marks[index]
+            if self.present[index] and mark is None:
+                mark = self.marks[index] = Left(self, index)
+            elif mark is not None:
+                mark.is_added = False
+            param.grad = mark
+
+    def agree(self, present: list[bool]) -> None:
+        """Take over which parameters have a gradient on any rank."""
+        if present != self.present:
+            self.present = present
+            self.leave()
+
+    def drop_removed(self) -> None:
+        """Forget the gradients that users have removed from ``param.grad``, or replaced there."""
+        removed = []
+        for index, (param, mark) in enumerate(zip(self.unit.params, self.marks, strict=True)):
+            if mark is not None and param.grad is not mark and not mark.is_added:
+                removed.append(index)
+        for index in removed:
+            self.present[index], self.marks[index] = False, None
+            self.write(index, torch.zeros(self.unit.shapes[index]))
+        if removed and not any(self.present):
+            self.drop()
+
+    # ---- access ----------------------------------------------------------------------------------
+
+    def read(self, index: int) -> Tensor:
+        """One parameter's gradient, whole, without the loss scale: a copy in its dtype.
+
+        A collective of the ranks; in backward, what is not yet reduced is this rank's.
+        """
+        self.meet()
+        if not self.present[index]:
+            raise ValueError(
+                f"{self.unit.names[index]!r} has no gradient: no backward() has given it one, or step() "
+                "or zero_grad() came after it"
+            )
+        unit, whole = self.unit, torch.zeros(())
+        if self.is_taken:
+            whole = self.store.whole("grad", index)
+        if self.local is not None:
+            mine = unit.views(self.local)[index].float()
+            whole = whole + mine if self.is_taken else mine
+        return (whole * (self.factors[index] / self.scale)).to(unit.dtype)
+
+    def meet(self) -> None:
+        """Reduce what is on this rank, as all ranks look at gradients together (stage 1, no_sync)."""
+        if self.local is not None and self.layout.comm.size > 1 and not in_backward():
+            self.layout.reducer.settle()
+
+    def write(self, index: int, value: Tensor) -> None:
+        """Make ``value`` one parameter's gradient: it is the same on all ranks."""
+        self.factors[index] = 1.0
+        value = value.to(self.unit.device).float() * self.scale
+        if self.local is not None:
+            self.unit.views(self.local)[index].copy_(value)
+            value = torch.zeros_like(value)
+        flat = self.unit.flat(index, value)
+        for number, here, there in self.store.parts(index) if self.is_taken else ():
+            grad = self.chunks[number].open()["grad"]
+            grad[here] = flat[there].to(grad)
+            self.sum_squares(number, grad)
+            self.chunks[number].close(changed=True)
+
+    def zero(self, index: int) -> None:
+        """Make one parameter's gradient zeros: a step with them is a step."""
+        self.drop_removed()
+        if not any(self.present):
+            self.drop()
+            self.local = empty(self.unit.numel, self.unit.dtype, self.unit.device).zero_()
+        self.present[index] = True
+        self.write(index, torch.zeros(self.unit.shapes[index]))
+        self.leave()
+
+
+def in_fp32(values: Tensor) -> Tensor:
+    """``values`` (n,) themselves, or in memory that is used again."""
+    if values.dtype == torch.float32:
+        return values
+    return empty(values.numel(), torch.float32, values.device).copy_(values)

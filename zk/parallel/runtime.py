@@ -1,0 +1,380 @@
+"""Runtime: when units are gathered, released and reduced. torch's hooks call everything here.
+
+forward     a block is called, or one of its parameters is asked for: gather; it returns: release
+backward    autograd unpacks a saved parameter, or a checkpoint calls a block again: gather
+            a unit's last gradient is there: release, and the Reducer collects and reduces it
+            it ends: release all, and reduce what is left
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from zk.checks import check_call
+from zk.parallel.left import Left, in_backward
+from zk.parallel.saved import Passed, keep, kept, saving_hooks
+from zk.precision import CastInputs, LossScaler
+from zk.store import UnitStore
+
+if TYPE_CHECKING:
+    from zk.optimizer import Layout
+
+GATHERED_IN_BACKWARD = 3  # units beside those that are prefetched
+RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()  # of all optimizers that are open
+
+
+class Runtime:
+    def __init__(self, model: nn.Module, layout: Layout, prefetch: int) -> None:
+        self.model, self.prefetch, self.seams = model, prefetch, layout.seams
+        self.reducer = layout.reducer
+        self.stores: list[UnitStore] = []
+        self.store_of: dict[nn.Parameter, UnitStore] = {}
+        self.by_storage: dict[int, UnitStore] = {}  # of full parameters
+        self.gathered: dict[UnitStore, None] = {}  # the one used longest ago is first
+        self.held: set[UnitStore] = set()  # not to be released
+        self.num_holding = 0  # contexts that hold units
+        # traced: (unit, in backward) -> the unit used after it
+        self.following: dict[tuple[UnitStore, bool], UnitStore] = {}
+        self.last: tuple[UnitStore, bool] | None = None
+        self.scaler = LossScaler(None)
+        self.depth, self.thread = 0, 0  # of calls of the model, and who makes them
+        self.ending, self.descending = -1, 0  # the backward whose end is awaited, and its thread
+        self.makes_graph = False  # that backward was called with create_graph=True
+        self.partitions = False  # some parameters are released between uses
+        self.handles: dict[UnitStore | None, list[Any]] = {}
+        self.saving: Any = None  # the context of saved tensors, within forward
+        self.around: tuple[Any, Any] = keep, kept  # the hooks around it
+        self.broken = ""  # why parameters may not be used
+        self.counts = {"gathers": 0, "prefetch_hits": 0}
+        RUNTIMES.add(self)
+
+    # ---- hooks -----------------------------------------------------------------------------------
+
+    def attach(self, store: UnitStore) -> None:
+        """Put hooks on a unit's parameters, and on the module that uses it."""
+        unit = store.unit
+        self.stores.append(store)
+        self.store_of |= dict.fromkeys(unit.params, store)
+        self.partitions |= store.is_partitioned
+        handles = self.handles[store] = []
+        if store.is_partitioned or self.seams.used:
+            handles += hooks_around(
+                unit.module, lambda: self.before_forward(store), lambda: self.after_forward(store)
+            )
+        if unit.is_trained:
+            self.reducer.waiting[store] = len(unit.params)
+            # weak, as the garbage collector does not see what a tensor's hooks refer to
+            weak: Callable[[], Any] = weakref.ref(self)
+            its: Callable[[], Any] = weakref.ref(store)
+            on_grad = torch._dynamo.disable(lambda _: weak().on_grad(its()))
+            handles += [p.register_post_accumulate_grad_hook(on_grad) for p in unit.params]
+
+    def attach_model(self, dtype: Any) -> None:
+        """Put hooks around the model; at stage 3 its modules tell when a parameter is read.
+
+        Inputs are cast to ``dtype``.
+        """
+        self.remove(None)
+        handles = self.handles[None] = hooks_around(self.model, self.enter, self.leave)
+        if dtype is not None:
+            cast = self.model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
+            handles.append(cast)
+        blocks = [store.unit.module for store in self.stores if store.unit.module is not self.model]
+        inside = {part for block in blocks for part in block.modules()} | {self.model}
+        for module in self.model.modules() if self.partitions else ():
+            if not isinstance(module._parameters, UsedParameters):
+                module._parameters = UsedParameters(module._parameters, self.on_read)
+            # a part of the model that is no block may be called by itself
+            if module._parameters and module not in inside:
+                handles += hooks_around(module, self.enter, self.leave)
+
+    def remove(self, store: UnitStore | None) -> None:
+        for handle in self.handles.pop(store, []):
+            handle.remove()
+
+    def detach(self, store: UnitStore | None) -> None:
+        """Remove a unit's hooks; None: the model's."""
+        self.remove(store)
+        if store is None:
+            RUNTIMES.discard(self)
+            for module in self.model.modules():
+                module._parameters = dict(module._parameters)
+            return
+        self.reducer.forget(store)
+        self.stores.remove(store)
+        store.grad.drop()
+        for param in store.unit.params:
+            param.grad = None
+            del self.store_of[param]
+
+    # ---- forward ---------------------------------------------------------------------------------
+
+    def before_forward(self, store: UnitStore) -> None:
+        self.enter()
+        self.use(store)
+
+    def after_forward(self, store: UnitStore) -> None:
+        try:
+            if not in_backward():  # there it was just computed again, and its backward follows
+                self.release(store)
+        finally:
+            self.leave()
+
+    def enter(self) -> None:
+        """Begin a call; the outermost one packs what autograd saves."""
+        if self.broken:
+            raise RuntimeError(self.broken)
+        if not self.depth:
+            self.thread = get_ident()
+        elif self.partitions and self.thread != get_ident():
+            raise RuntimeError(
+                "two threads call the model at once, which needs its parameters in memory: use stage 0, "
+                "1 or 2, or one thread"
+            )
+        if not self.depth and not in_backward():
+            check_call(self.model, (store.unit for store in self.stores))
+            self.reducer.begin()
+            if self.partitions and torch.is_grad_enabled():
+                self.save()
+        self.depth += 1
+
+    def save(self) -> None:
+        """Pack what autograd saves from now on; a checkpoint around the call keeps nothing of it."""
+        self.around = saving_hooks()
+        if getattr(self.around[0], "__module__", "") == "torch.utils.checkpoint":
+            return
+        saving = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        try:
+            saving.__enter__()
+        except RuntimeError as error:
+            raise RuntimeError(
+                "torch.func.grad, jvp and hessian of a model at stage 3, whose parameters autograd must "
+                "not keep: use torch.autograd.grad, or stage 2; around zk.gather(params), torch.no_grad()"
+            ) from error
+        self.saving = saving
+
+    def leave(self) -> None:
+        # torch calls this too where ``enter``, or a hook of the user's, has raised
+        if self.partitions and self.thread != get_ident():
+            return
+        self.depth = max(self.depth - 1, 0)
+        if not self.depth and not in_backward():
+            if self.saving is not None:
+                self.saving.__exit__()
+                self.saving = None
+            self.last = None
+            self.release_all()
+
+    def forget_calls(self) -> None:
+        """No call is in progress: forget those that an interrupt (Ctrl-C) has cut short."""
+        self.ending = -1
+        if self.depth > self.num_holding:
+            self.depth = self.num_holding + 1
+            self.leave()
+
+    def on_read(self, param: nn.Parameter) -> None:
+        """A module is asked for a parameter: within forward or backward that is a use."""
+        if self.depth or in_backward():
+            store = self.store_of.get(param)
+            if store is not None and store.full is None:
+                self.use(store)
+
+    def use(self, store: UnitStore) -> None:
+        """Gather a unit, and start to bring those that followed it last time."""
+        backward = in_backward()
+        if backward and store.is_partitioned:
+            self.reducer.before_use(store)
+        self.gather(store, backward)
+        if store.is_partitioned and self.last != (store, backward):
+            if self.last is not None:
+                self.following[self.last] = store
+            self.last = store, backward
+            self.look_ahead(store, backward)
+
+    def begin_gather(self, store: UnitStore, backward: bool) -> None:
+        if backward and store.full is None and store.gathering is None:
+            self.reducer.before_gather(store)
+        store.begin_gather()
+
+    def gather(self, store: UnitStore, backward: bool = False) -> None:
+        if store.full is None:
+            self.counts["gathers"] += 1
+            self.counts["prefetch_hits"] += store.gathering is not None
+            self.begin_gather(store, backward)
+        store.gather()
+        if store.is_partitioned:
+            self.gathered.pop(store, None)
+            self.gathered[store] = None
+            self.by_storage[storage_of(store.full)] = store
+        if store.is_partitioned and backward:
+            self.queue_end()
+            for oldest in list(self.gathered)[: -GATHERED_IN_BACKWARD - self.prefetch]:
+                self.release(oldest)
+        for used in self.seams.used:
+            used(store)
+
+    def look_ahead(self, store: UnitStore, backward: bool) -> None:
+        for ahead in range(self.prefetch):
+            following = self.following.get((store, backward))
+            if following is None:
+                return
+            store = following
+            store.prefetch()
+            if ahead == 0:
+                self.begin_gather(store, backward)
+
+    def release(self, store: UnitStore) -> None:
+        if store in self.held or store not in self.gathered:
+            return
+        del self.gathered[store]
+        self.by_storage.pop(storage_of(store.full), None)
+        store.release()
+
+    def release_all(self) -> None:
+        for store in list(self.gathered):
+            self.release(store)
+        for store in self.stores:
+            if store.gathering is not None:  # prefetched, and not used
+                store.release()
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Make a saved view of a unit's parameters a recipe, which keeps no memory."""
+        store = self.by_storage.get(storage_of(tensor))
+        if store is None or tensor.dtype != store.unit.dtype or isinstance(tensor, Left):
+            pack, unpack = self.around
+            return Passed(unpack, pack(tensor))
+        offset = tensor.storage_offset() - store.full.storage_offset()
+        return store, store.version, tensor.size(), tensor.stride(), offset
+
+    def unpack(self, saved: Any) -> Any:
+        if isinstance(saved, Passed):
+            return saved.unpack(saved.value)
+        store, version, size, stride, offset = saved
+        self.use(store)
+        if store.version != version:
+            raise RuntimeError(
+                f"the parameters of {store.unit.name!r} were updated between forward and backward"
+            )
+        return store.full.as_strided(size, stride, store.full.storage_offset() + offset)
+
+    # ---- backward --------------------------------------------------------------------------------
+
+    def queue_end(self) -> None:
+        current = torch._C._current_graph_task_id()
+        if self.ending != current:
+            if self.ending != -1 and self.descending != get_ident():
+                raise RuntimeError("two threads run backward() at once: let one follow the other")
+            self.ending, self.descending = current, get_ident()
+            self.makes_graph = False
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self.end_of_backward)
+
+    def on_grad(self, store: UnitStore) -> None:
+        """A parameter's gradient is whole. With its last one a unit is released and reduced."""
+        self.queue_end()
+        self.makes_graph = torch.is_grad_enabled()  # what a checkpoint computes again always has one
+        if self.reducer.on_grad(store):
+            self.refuse_backward(store)
+            if not self.makes_graph:  # else gradients have a graph, and stay until step()
+                self.release(store)
+                self.reducer.on_whole(store)
+
+    def refuse_backward(self, store: UnitStore) -> None:
+        """RuntimeError for gradients that have a graph, or no loss scale, where that is wrong."""
+        has_scale = self.scaler.scale != 1.0
+        if self.makes_graph and (store.is_partitioned or has_scale):
+            raise RuntimeError(
+                "backward(create_graph=True) at stage 3 or with a loss scale: use "
+                "torch.autograd.grad(loss, params, create_graph=True), or stage 2"
+            )
+        if has_scale and self.reducer.loss_scale == 1.0:
+            raise RuntimeError(
+                "the loss was not scaled: call optimizer.backward(loss) instead of loss.backward()"
+            )
+
+    def end_of_backward(self) -> None:
+        """Reduce what is left, as all ranks agree; release all units."""
+        self.ending, self.last = -1, None
+        self.release_all()
+        if not self.makes_graph:
+            self.reducer.end()
+
+    # ---- what users may ask for ------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def holding(self, stores: list[UnitStore]) -> Iterator[None]:
+        """Keep units gathered inside."""
+        with contextlib.ExitStack() as stack:
+            self.enter()
+            stack.callback(self.leave)
+            for store in stores:
+                self.gather(store)
+                stack.callback(self.release, store)
+            outer, num_holding = self.held, self.num_holding
+            self.held, self.num_holding = outer | set(stores), num_holding + 1
+            stack.callback(vars(self).update, held=outer, num_holding=num_holding)
+            yield
+
+
+class UsedParameters(dict[str, Any]):
+    """A module's ``_parameters`` that tells when ``module.weight`` is read.
+
+    torch has no hook for this; only a stand-in for the parameter, or for this table, hears of it.
+    """
+
+    def __init__(self, params: dict[str, Any], on_read: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(params)
+        self.on_read = on_read
+
+    def __getitem__(self, name: str) -> Any:
+        param = super().__getitem__(name)
+        if param is not None and not is_compiling():  # a compiled block is gathered by its hooks
+            self.on_read(param)
+        return param
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # copies and files have a plain one
+        return dict, (dict(self),)
+
+
+class Hook:
+    """A hook of a module, which the compiler does not look into.
+
+    The module's copies and files have one that does nothing.
+    """
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run = run
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any) -> Any:
+        return self.run(*args)
+
+    def __reduce__(self) -> Any:
+        return Hook, (nothing,)
+
+
+def nothing(*_: Any) -> None:
+    """A hook of a copy."""
+
+
+def hooks_around(
+    module: nn.Module, before: Callable[[], None], after: Callable[[], None]
+) -> list[Any]:
+    """Call ``before`` and ``after`` around each forward of ``module``."""
+    return [
+        module.register_forward_pre_hook(Hook(lambda *_: before()), prepend=True),
+        module.register_forward_hook(Hook(lambda *_: after()), always_call=True),
+    ]
+
+
+def storage_of(tensor: Tensor) -> int:
+    cdata: int = tensor.untyped_storage()._cdata
+    return cdata

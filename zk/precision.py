@@ -1,0 +1,157 @@
+"""Precision: which parameters are cast, and inputs; the loss scale; and the factor of clipping."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from zk.options import NAMES
+
+# others hold codes, whose values a cast would lose
+CASTABLE = torch.float64, torch.float32, torch.bfloat16, torch.float16
+KEPT_BY_MODELS = "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"  # of transformers
+Entry = str | type[nn.Module]
+
+
+def dtypes_of(
+    model: nn.Module, dtype: Any, keep: Sequence[Entry] | None
+) -> Callable[[Tensor], torch.dtype]:
+    """The dtype that each parameter will have: ``dtype``, but for what ``keep`` matches, what models
+    name themselves, and what computes with buffers in their own dtype (BatchNorm).
+
+    ValueError for an entry of ``keep`` that matches nothing.
+    """
+    kept = set[Tensor]()
+    for entry in keep or ():
+        found = matching(model, entry)
+        if not found:
+            raise ValueError(
+                f"keep_dtype: the model has no module or parameter "
+                f"{getattr(entry, '__name__', entry)!r}; names are those of model.named_modules() and "
+                "model.named_parameters(), or whole parts of them"
+            )
+        kept |= found
+    for module in model.modules() if dtype else ():
+        if getattr(module, "running_mean", None) is not None:
+            kept |= set(module.parameters())
+        words = (getattr(module, attribute, None) or () for attribute in KEPT_BY_MODELS)
+        for word in itertools.chain.from_iterable(words):
+            kept |= matching(model, word)
+    casts = dtype is not None
+    return lambda p: dtype if casts and p.dtype in CASTABLE and p not in kept else p.dtype
+
+
+def matching(model: nn.Module, entry: Entry) -> set[Tensor]:
+    """Parameters of a class of modules, or with a word among the dotted parts of their names."""
+    if isinstance(entry, type):
+        modules = (module for module in model.modules() if isinstance(module, entry))
+        return {param for module in modules for param in module.parameters()}
+    pairs = model.named_parameters(remove_duplicate=False)
+    return {param for name, param in pairs if f".{entry}." in f".{name}."}
+
+
+@dataclasses.dataclass(frozen=True)
+class CastInputs:
+    """Forward pre-hook of the model: floating point inputs are cast to ``dtype``. Copies keep it."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def cast(value: Any) -> Any:
+            is_cast = isinstance(value, Tensor) and value.dtype in CASTABLE
+            return value.to(self.dtype) if is_cast else value
+
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+
+@functools.cache
+def warn_of_slow_products(dtype: torch.dtype) -> None:
+    """Warn once of a model that computes in ``dtype`` on a CPU that has no kernels for it."""
+    is_slow = dtype in (torch.bfloat16, torch.float16) and torch.backends.mkldnn.is_available()
+    if is_slow and not getattr(torch.ops.mkldnn, f"_is_mkldnn_{NAMES[dtype]}_supported")():
+        logging.getLogger("zk").warning(
+            "zk: the model computes in %s, for which torch has no fast kernels on this CPU: matrix "
+            "products take 10 to 100 times as long as in fp32; use dtype='fp32'",
+            NAMES[dtype],
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DynamicLossScale:
+    """How a dynamic loss scale moves. ValueError for a setting out of its range."""
+
+    init: float = 2.0**16  # the scale of the first step
+    window: int = 1000  # steps without overflow until it grows
+    hysteresis: int = 2  # it falls from this many-th overflow on, counted anew when it grows
+    minimum: float = 1.0  # it never falls below this
+    factor: float = 2.0  # what it is multiplied and divided by
+
+    def __post_init__(self) -> None:
+        for holds, rule in (
+            (self.factor > 1, "factor > 1"),
+            (0 < self.minimum <= self.init, "0 < minimum <= init"),
+            (self.window >= 1 and self.window == int(self.window), "window, a whole number >= 1"),
+            (self.hysteresis >= 1, "hysteresis >= 1"),
+        ):
+            if not holds:
+                raise ValueError(f"DynamicLossScale needs {rule}; got {self}")
+
+
+def loss_scale_of(asked: Any, trained: set[torch.dtype]) -> DynamicLossScale | float | None:
+    """What ``loss_scale=`` means for these dtypes: "auto" is dynamic for fp16, and else none."""
+    found = DynamicLossScale() if torch.float16 in trained else None
+    return found if asked == "auto" else asked
+
+
+class LossScaler:
+    """The loss scale of a run: a constant, or what ``rule`` makes of it."""
+
+    def __init__(self, rule: DynamicLossScale | float | None) -> None:
+        self.rule = rule if isinstance(rule, DynamicLossScale) else None
+        self.scale = rule.init if isinstance(rule, DynamicLossScale) else float(rule or 1.0)
+        self.patience = self.rule.hysteresis if self.rule else 0
+        self.is_active = rule is not None
+        self.clean_steps = 0  # since the last overflow or growth
+
+    def update(self, overflow: bool) -> None:
+        """Account for one step."""
+        if self.rule is None:
+            return
+        self.clean_steps = 0 if overflow else self.clean_steps + 1
+        if overflow and self.patience > 1:
+            self.patience -= 1
+        elif overflow:
+            self.scale = max(self.scale / self.rule.factor, self.rule.minimum)
+        elif self.clean_steps >= self.rule.window:
+            self.clean_steps, self.patience = 0, self.rule.hysteresis
+            self.scale *= self.rule.factor
+
+    def state_dict(self) -> dict[str, Any]:
+        counts = {"clean_steps": self.clean_steps, "patience": self.patience}
+        return {"scale": self.scale, **counts, "active": self.is_active}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the scale of a run that had one; that of bf16 or fp32 says nothing about fp16."""
+        if self.rule and state.get("active", True):
+            self.scale, self.clean_steps = float(state["scale"]), int(state["clean_steps"])
+            self.patience = int(state["patience"])
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """What gradients of this norm are multiplied with, as torch's clip_grad_norm_ does."""
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+
+
+def floats_of(tensors: list[Tensor | float]) -> Iterator[float]:
+    """Numbers, of which some may be on a GPU: one read for all of these."""
+    far = [value for value in tensors if isinstance(value, Tensor)]
+    found = iter(torch.stack(far).tolist() if far else ())
+    return (next(found) if isinstance(value, Tensor) else value for value in tensors)
