@@ -162,6 +162,9 @@ OPTIONS = {  # option -> "module:class"
     "state_dtype": "zk.addons.state_dtype:StateDtype",
     "announce": "zk.addons.announced:Announced",
 }
+ALWAYS = {  # "module:class" of add-ons that every optimizer has
+    "partitioned": "zk.addons.partitioned:Partitioned",
+}
 METHODS = {  # name of a method of ZeroOptimizer -> "module:function"
     "save_checkpoint": "zk.checkpoint.save:save_checkpoint",
     "load_checkpoint": "zk.checkpoint.load:load_checkpoint",
@@ -196,6 +199,7 @@ def method_of(optimizer: ZeroOptimizer, name: str) -> Callable[..., Any]:
 
 
 def make(options: dict[str, Any]) -> list[Addon]:
-    """The add-ons of options that are neither None nor False."""
+    """The add-ons of options that are neither None nor False, and those that are always there."""
     asked = {name: value for name, value in options.items() if value not in (None, False)}
-    return [found(name, OPTIONS)(value) for name, value in asked.items()]
+    always = [found(name, ALWAYS)() for name in ALWAYS]
+    return always + [found(name, OPTIONS)(value) for name, value in asked.items()]
