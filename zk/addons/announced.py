@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zk.addon import Addon
-from zk.core.events import Awaited
+from zk.offload.file import Awaited
 from zk.parallel.comm import Comm
 
 NBYTES = 128  # of what is announced: operation, unit, number and kind of elements

@@ -17,12 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zk.core.events import COMPLETED, Awaited
 from zk.kernels import reference
 from zk.memory import empty
+from zk.offload.file import Awaited
 
 Group = dist.ProcessGroup | None
 KINDS = ValueError, TypeError, OSError, MemoryError, RuntimeError  # of errors that all ranks raise
+
+
+class Completed:
+    """Work that is done."""
+
+    def wait(self) -> None:
+        pass
+
+
+COMPLETED = Completed()
 
 
 class Comm:
