@@ -6,7 +6,6 @@ or waits until the group's timeout. Uses of the core: the seam ``comm``, the col
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -14,11 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zk.addon import Addon
-from zk.offload.file import Awaited
-from zk.parallel.comm import Comm
+from zk.parallel.comm import Collective, Comm, host_group
 
 NBYTES = 128  # of what is announced: operation, unit, number and kind of elements
-_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class AnnouncedComm(Comm):
@@ -26,11 +23,7 @@ class AnnouncedComm(Comm):
 
     def __init__(self, comm: Comm) -> None:
         super().__init__(comm.group)
-        group = comm.group or dist.group.WORLD
-        if group not in _groups:
-            ranks = dist.get_process_group_ranks(group)
-            _groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        self.own = _groups[group]
+        self.own = host_group(comm.group or dist.group.WORLD, of_its_own=True)
 
     def announce(self, operation: str, about: str, numel: int, kind: Any = "numbers") -> None:
         """RuntimeError on all ranks if one is about to do something else."""
@@ -49,7 +42,7 @@ class AnnouncedComm(Comm):
 
     def all_gather(
         self, about: str, shard: Tensor, full: Tensor | None = None
-    ) -> tuple[Tensor, Awaited]:
+    ) -> tuple[Tensor, Collective]:
         self.announce("all_gather", about, shard.numel(), shard.dtype)
         return super().all_gather(about, shard, full)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,20 +19,10 @@ from torch import Tensor
 
 from zk.kernels import reference
 from zk.memory import empty
-from zk.offload.file import Awaited
 
 Group = dist.ProcessGroup | None
-KINDS = ValueError, TypeError, OSError, MemoryError, RuntimeError  # of errors that all ranks raise
-
-
-class Completed:
-    """Work that is done."""
-
-    def wait(self) -> None:
-        pass
-
-
-COMPLETED = Completed()
+# what all ranks raise where one fails: the first that its error is
+KINDS = ValueError, TypeError, OSError, MemoryError, RuntimeError, Exception
 
 
 class Comm:
@@ -51,18 +41,17 @@ class Comm:
 
     def all_gather(
         self, about: str, shard: Tensor, full: Tensor | None = None
-    ) -> tuple[Tensor, Awaited]:
+    ) -> tuple[Tensor, Collective]:
         """The shards (n,) of all ranks as (size * n,), and the work to wait for. Alone: the shard."""
         if self.size == 1:
-            return shard, COMPLETED
+            return shard, Collective(self, about, ())
         if full is None:
             full = empty(self.size * shard.numel(), shard.dtype, shard.device)
         group = self.group_for(shard)
         with self.named("all_gather", about):
             if shard.device.type != "cpu":
-                return full, Collective(
-                    self, about, [_all_gather(full, shard, group=group, async_op=True)]
-                )
+                work = _all_gather(full, shard, group=group, async_op=True)
+                return full, Collective(self, about, [work])
             parts = full.chunk(self.size)  # gloo's broadcasts take a third of its all_gather's time
             if parts[self.rank].data_ptr() != shard.data_ptr():
                 parts[self.rank].copy_(shard)
@@ -100,11 +89,10 @@ class Comm:
 
     def words(self, about: str, value: Any) -> list[Any]:
         """What each rank says: any value that can be pickled."""
-        if self.size == 1:
-            return [value]
-        said: list[Any] = [None] * self.size
-        with self.named("exchange of words", about):
-            dist.all_gather_object(said, value, group=self.of_host)
+        said: list[Any] = [value] * self.size
+        if self.size > 1:
+            with self.named("exchange of words", about):
+                dist.all_gather_object(said, value, group=self.of_host)
         return said
 
     def broadcast(self, about: str, values: Tensor) -> None:
@@ -134,61 +122,59 @@ class Comm:
     def together(self, about: str) -> Iterator[None]:
         """An error of one rank inside is raised by all. No collective may be inside."""
         failed: Exception | None = None
+        words = None
         try:
             yield
         except Exception as error:
-            failed = error
-        if any(row[0] for row in self.rows(about, [failed is not None])):
-            kind = next((k for k in KINDS if isinstance(failed, k)), RuntimeError).__name__
-            said = self.words(about, failed and (kind, f"{type(failed).__name__}: {failed}"))
-            if failed is not None:
-                raise failed
-            errors = {rank: words for rank, words in enumerate(said) if words is not None}
-            kind, _ = next(iter(errors.values()))
+            failed, kind = error, next(kind for kind in KINDS if isinstance(error, kind))
+            words = kind, f"{type(error).__name__}: {error}"
+        said = enumerate(self.words(about, words))
+        errors = {rank: words for rank, words in said if words is not None}
+        if failed is not None:
+            raise failed
+        for kind, _ in errors.values():
             reasons = "; ".join(f"on rank {rank}, {text}" for rank, (_, text) in errors.items())
-            known = {known.__name__: known for known in KINDS}
-            raise known[kind](f"{about} failed elsewhere: {reasons}")
+            raise kind(f"{about} failed elsewhere: {reasons}")
 
     def agree(self, about: str, values: Mapping[str, object]) -> None:
         """ValueError on all ranks where one has another value, by its name: who has what."""
         mine = {name: str(value) for name, value in values.items()}
-        digest = float(zlib.crc32(repr(sorted(mine.items())).encode()))
-        if len({row[0] for row in self.rows(about, [digest])}) == 1:
+        if len(set(self.words(about, zlib.crc32(repr(sorted(mine.items())).encode())))) == 1:
             return
         said = self.words(about, mine)
         for name in dict.fromkeys(name for each in said for name in each):
-            found = [each.get(name, "nothing") for each in said]
-            if len(set(found)) > 1:
-                other = next(rank for rank, value in enumerate(found) if value != found[0])
-                raise ValueError(
-                    f"{about} must be the same on all ranks: {name} is {found[0]} on rank 0 and "
-                    f"{found[other]} on rank {other}"
-                )
+            first, *others = (each.get(name, "nothing") for each in said)
+            for rank, other in enumerate(others, 1):
+                if other != first:
+                    raise ValueError(
+                        f"{about} must be the same on all ranks: {name} is {first} on rank 0 and "
+                        f"{other} on rank {rank}"
+                    )
 
 
 class Collective:
-    """An all_gather in flight."""
+    """An all_gather in flight, as several of torch's; alone there are none."""
 
-    def __init__(self, comm: Comm, about: str, works: list[Awaited]) -> None:
+    def __init__(self, comm: Comm, about: str, works: Iterable[Any]) -> None:
         self.comm, self.about, self.works = comm, about, works
 
     def wait(self) -> None:
-        with self.comm.named("all_gather", self.about):
-            for work in self.works:
+        for work in self.works:
+            with self.comm.named("all_gather", self.about):
                 work.wait()
 
 
-_host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_of_gloo: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def host_group(group: Any) -> Any:
-    """A group of the same ranks that takes tensors in host memory: itself, or one of gloo beside."""
-    if torch.device("cpu") in group._device_types:
+def host_group(group: Any, of_its_own: bool = False) -> Any:
+    """A group of the same ranks that takes tensors in host memory: itself, or one of gloo."""
+    if torch.device("cpu") in group._device_types and not of_its_own:
         return group
-    if group not in _host_groups:
+    if group not in _of_gloo:
         ranks = dist.get_process_group_ranks(group)
-        _host_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return _host_groups[group]
+        _of_gloo[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _of_gloo[group]
 
 
 # torch 2.13 renames it, and warns where it is called by the old name
