@@ -1,11 +1,10 @@
 """Test files for devices: those that the software GPU's plugin collects, and a run without a GPU leaves out."""
 
 WHOLE = (
-    "next/test_device.py",
-    "next/test_placement_device.py",
+    "core/test_device.py",
+    "core/test_placement_device.py",
     "softgpu/test_softgpu.py",
     "test_gpu.py",
-    "test_activations_device.py",
     "test_checkpoint_device.py",
     "test_gpu_order.py",
     "test_gpu_placement.py",
@@ -19,10 +18,13 @@ WHOLE = (
 )
 # the tests marked ``device`` or ``device_only``: those that execute lines for CUDA which no other does. The rest of these files takes minutes
 IN_PART = (
+    "core/test_nn_activations.py",
+    "core/test_nn_deferred.py",
+    "core/test_nn_tiled_linear.py",
+    "core/test_ranks.py",
     "integrations/test_accelerate.py",
     "integrations/test_huggingface.py",
     "integrations/test_lightning.py",
-    "next/test_ranks.py",
     "test_accumulation.py",
     "test_benchmarks_gpu.py",
     "test_delay.py",
@@ -34,9 +36,7 @@ IN_PART = (
     "test_parked.py",
     "test_pipelines.py",
     "test_precision.py",
-    "test_pretrained.py",
     "test_speculation.py",
-    "test_tiled_linear.py",
     "test_train.py",
     "test_update_on.py",
 )

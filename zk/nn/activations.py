@@ -7,12 +7,14 @@ Source: ZeRO-Infinity, arXiv 2104.07857, section 5.1.2.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from zk.memory import empty
 from zk.nn.deferred import default_device
@@ -24,32 +26,6 @@ from zk.parallel.saved import Passed, kept, saving_hooks
 SPARSE = 4  # a view of less than a quarter of its storage does not make it move
 
 
-def offload_activations(
-    model: nn.Module | None = None, *, min_nbytes: int | str = "1MiB",
-    keep_last: int | str = "256MiB", device: torch.device | str | None = None,
-) -> ActivationOffload:  # fmt: skip
-    """Context for forward: what autograd saves goes to host memory, and returns for backward.
-
-    Backward may run inside or after it, and the context may be entered again. With
-    ``torch.utils.checkpoint`` the saved tensors are the inputs of the checkpointed parts. Where device
-    memory is host memory it does nothing.
-
-    Args:
-        model: its parameters and buffers, and all views of them, stay where they are. Without it that
-            holds for parameters and their views, unless they were detached.
-        min_nbytes: smaller storages stay.
-        keep_last: bytes (or "1GiB") of the newest storages that stay, 0 for none. As many come ahead
-            of their use in backward, and up to 1 GiB is on its way to the host in forward.
-        device: that computes; by default the model's, or the current accelerator.
-    """
-    smallest = 0 if min_nbytes == 0 else parse_nbytes(min_nbytes, "min_nbytes")
-    newest = 0 if keep_last == 0 else parse_nbytes(keep_last, "keep_last")
-    tensors = [] if model is None else [*model.parameters(), *model.buffers()]
-    where = tensors[0].device if tensors else default_device()
-    where = where if device is None else parse_device(device, "device")
-    return ActivationOffload(where, {storage_of(tensor) for tensor in tensors}, smallest, newest)
-
-
 class Block:
     """A storage that was saved. It goes with the last tensor that autograd has of it."""
 
@@ -58,6 +34,7 @@ class Block:
         self.number, self.version, self.nbytes = number, tensor._version, storage.nbytes()
         self.device: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)  # its bytes there
         self.device.set_(storage, 0, (self.nbytes,), (1,))
+        self.name = StorageWeakRef(storage)  # no other storage has its address meanwhile
         self.host: Any = None
         self.event: Event | None = None  # of the last copy
 
@@ -72,39 +49,58 @@ class Saved:
         self.witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
-class ActivationOffload:
-    """What ``offload_activations`` returns: a context.
+class offload_activations:
+    """Context for forward: what autograd saves goes to host memory, and returns for backward.
+
+    Backward may run inside or after it, and the context may be entered again. With
+    ``torch.utils.checkpoint`` the saved tensors are the inputs of the checkpointed parts. Where device
+    memory is host memory it does nothing.
+
+    Args:
+        model: its parameters and buffers, and all views of them, stay where they are. Without it that
+            holds for parameters and their views, unless they were detached.
+        min_nbytes: smaller storages stay.
+        keep_last: bytes (or "1GiB") of the newest storages that stay, 0 for none. As many come ahead
+            of their use in backward, and up to 1 GiB is on its way to the host in forward.
+        device: that computes; by default the model's, or the current accelerator.
 
     Counts since it was made: ``num_offloaded`` storages, of ``offloaded_nbytes``, left the device;
     ``num_uploaded`` came back.
     """
 
-    def __init__(self, device: torch.device, stays: set[int], smallest: int, newest: int) -> None:
-        self.at, self.stays, self.min_nbytes, self.keep_last = device, stays, smallest, newest
-        self.link: Any = link_to(device)
+    def __init__(
+        self, model: nn.Module | None = None, *, min_nbytes: int | str = "1MiB",
+        keep_last: int | str = "256MiB", device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
+        tensors = [] if model is None else [*model.parameters(), *model.buffers()]
+        where = next((tensor.device for tensor in tensors), default_device())
+        self.at = where if device is None else parse_device(device, "device")
+        self.stays = set(map(storage_of, tensors))
+        self.min_nbytes = min_nbytes != 0 and parse_nbytes(min_nbytes, "min_nbytes")
+        self.keep_last = keep_last != 0 and parse_nbytes(keep_last, "keep_last")
+        self.link: Any = link_to(self.at)
         self.num_offloaded = self.offloaded_nbytes = self.num_uploaded = 0
         self.lock = threading.RLock()  # autograd unpacks in threads of its own
-        self.by_storage = weakref.WeakValueDictionary[int, Block]()  # of those that have not left
+        self.by_storage = weakref.WeakValueDictionary[int, Block]()  # the newest of each storage
         self.saved: list[weakref.ref[Block]] = []  # in the order of forward
-        self.num_left = 0  # of these; the others are on the device
+        self.num_left = 0  # of these; the others have not left the device
         self.contexts: list[Any] = []
 
-    def __enter__(self) -> ActivationOffload:
-        if self.link is not None:
-            with self.lock:
-                if not any(ref() for ref in self.saved):
-                    self.saved, self.num_left = [], 0
-            unpack, pack = saving_hooks()[::-1]
-            hooks = torch.autograd.graph.saved_tensors_hooks(
-                lambda tensor: self.pack(tensor) or Passed(unpack, pack(tensor)), self.unpack
-            )
-            hooks.__enter__()
-            self.contexts.append(hooks)
+    def __enter__(self) -> offload_activations:
+        with self.lock:
+            if not any(ref() for ref in self.saved):
+                self.saved, self.num_left = [], 0
+        pack, unpack = saving_hooks()
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: self.pack(tensor) or Passed(unpack, pack(tensor)),
+            lambda passed: passed.unpack(passed.value),
+        )
+        self.contexts.append(contextlib.nullcontext() if self.link is None else hooks)
+        self.contexts[-1].__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.link is not None:
-            self.contexts.pop().__exit__()
+        self.contexts.pop().__exit__()
 
     # ---- forward ---------------------------------------------------------------------------------
 
@@ -115,12 +111,12 @@ class ActivationOffload:
         base = tensor if tensor._base is None else tensor._base
         stays = isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
         stays = stays or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
-        gathered = (runtime.by_storage for runtime in RUNTIMES)
-        stays = stays or any(storage_of(tensor) in those for those in (self.stays, *gathered))
+        kept_there = (self.stays, *(runtime.by_storage for runtime in RUNTIMES))
+        stays = stays or any(storage_of(tensor) in those for those in kept_there)
         nbytes = tensor.untyped_storage().nbytes()
         return not stays and tensor.device == self.at and nbytes >= max(self.min_nbytes, 1)
 
-    def pack(self, tensor: Tensor) -> Saved | None:
+    def pack(self, tensor: Tensor) -> Passed | None:
         """Take a tensor; None for one that stays."""
         with self.lock:
             if not self.moves(tensor):
@@ -133,7 +129,7 @@ class ActivationOffload:
                 block = self.by_storage[storage_of(tensor)] = Block(tensor, len(self.saved))
                 self.saved.append(weakref.ref(block))
                 self.push_out()
-            return Saved(tensor, block)
+            return Passed(self.unpack, Saved(tensor, block))
 
     def push_out(self) -> None:
         """Older blocks make room for the newest."""
@@ -143,7 +139,6 @@ class ActivationOffload:
             if nbytes <= self.keep_last:
                 return
             nbytes -= block.nbytes
-            self.by_storage.pop(storage_of(block.device), None)
             block.host = empty(block.nbytes, torch.uint8, torch.device("cpu"), self.link)
             block.event = self.link.offload(block.host, block.device)  # which keeps it meanwhile
             block.device, self.num_left = None, block.number + 1
@@ -152,9 +147,7 @@ class ActivationOffload:
 
     # ---- backward --------------------------------------------------------------------------------
 
-    def unpack(self, saved: Saved | Passed) -> Tensor:
-        if isinstance(saved, Passed):
-            return saved.unpack(saved.value)
+    def unpack(self, saved: Saved) -> Tensor:
         kept((saved.witness, saved.version))
         with self.lock:
             block = saved.block
@@ -176,11 +169,9 @@ class ActivationOffload:
     def bring_ahead(self, number: int) -> None:
         """Start to bring what was saved before, as backward goes backwards; others may go again."""
         nbytes = 0
-        for other in reversed(self.saved[: self.num_left]):
-            block = other()
-            if block is not None and block.number < number and nbytes <= self.keep_last:
-                nbytes += block.nbytes
-                if nbytes <= self.keep_last:
-                    self.bring(block)
-            elif block is not None and block.number != number:
+        for block in filter(None, (ref() for ref in reversed(self.saved[: self.num_left]))):
+            nbytes += block.nbytes * (block.number < number)
+            if block.number < number and nbytes <= self.keep_last:
+                self.bring(block)
+            elif block.number != number:
                 block.device = None  # it is in host memory still
