@@ -73,7 +73,7 @@ def export(
     beside.mkdir(parents=True)
     with undone(lambda: shutil.rmtree(beside, ignore_errors=True)), Contents(manifest) as contents:
         entries = [
-            Entry(name, dtype if dtype and w.dtype in CASTABLE else w.dtype, w.whole_shape)
+            Entry(name, dtype if dtype and w.dtype in CASTABLE else w.dtype, w.cut.shape)
             for name, (w, *_) in weights.items()
         ]
         buffers = {name: contents.buffer(name) for name in contents.buffers}
@@ -103,8 +103,7 @@ def values_of(
     """The elements of ``entries``, one weight at a time."""
     for entry in entries:
         if entry.key in weights:
-            everything = tuple(slice(0, size) for size in entry.shape)
-            yield rounded(contents.cut(weights[entry.key], "param", everything), entry)
+            yield rounded(contents.whole(weights[entry.key], "param"), entry)
         else:
             yield contents.buffer(entry.key)
 

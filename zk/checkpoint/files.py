@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import functools
 import itertools
 import json
 import math
@@ -23,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,12 +90,8 @@ def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
     for entry in entries:
         if entry.dtype not in NAMES:
             raise ValueError(f"{entry.key!r} is {entry.dtype}, which safetensors files cannot hold")
-        place = [start, start := start + entry.nbytes]
-        table[entry.key] = {
-            "dtype": NAMES[entry.dtype],
-            "shape": entry.shape,
-            "data_offsets": place,
-        }
+        about = {"dtype": NAMES[entry.dtype], "shape": entry.shape}
+        table[entry.key] = about | {"data_offsets": [start, start := start + entry.nbytes]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)
     return len(text).to_bytes(8, "little") + text
@@ -132,8 +126,7 @@ def write_file(
                 if not position % SYNCED_NBYTES:
                     sync(file)
         sync(file)
-    if position != nbytes:
-        raise AssertionError(f"{position} of {nbytes} bytes of {path} were given")
+    assert position == nbytes, f"{position} of {nbytes} bytes of {path} were given"
     return Written(path.name, nbytes, [f"{crc:08x}" for crc in crcs])
 
 
@@ -209,8 +202,8 @@ def read_bytes(path: Path) -> bytes:
 
 
 @contextlib.contextmanager
-def opened(folder: Path, written: Written) -> Iterator[Tensors]:
-    """A safetensors file that has the name and the size that a manifest says."""
+def opened(folder: Path, written: Written) -> Iterator[IO[bytes]]:
+    """A file that has the name and the size that a manifest says."""
     path = folder / str(written.name)
     with open_regular(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
@@ -219,54 +212,43 @@ def opened(folder: Path, written: Written) -> Iterator[Tensors]:
                 f"{path} has {nbytes} bytes and was written with {written.nbytes}: it is cut short, or "
                 "another file"
             )
-        yield Tensors(path, file.fileno(), written)
+        yield file
+
+
+def check(folder: Path, written: Written) -> None:
+    """Compare all of a file with its checksums."""
+    starts = range(0, written.nbytes, BLOCK_NBYTES)
+    with opened(folder, written) as file, ThreadPoolExecutor(4, "zk-check") as pool:
+
+        def crc_of(start: int) -> str:
+            with naming(Path(file.name)):
+                return f"{zlib.crc32(os.pread(file.fileno(), BLOCK_NBYTES, start)):08x}"
+
+        for start, crc, wanted in zip(starts, pool.map(crc_of, starts), written.crc32, strict=True):
+            if crc != wanted:
+                raise CheckpointError(
+                    f"{file.name} is not what was written: the CRC-32 of its bytes from {start} on is "
+                    f"{crc}, and not {wanted}"
+                )
 
 
 class Tensors:
-    """A safetensors file whose bytes are checked as they are read; CheckpointError for others."""
+    """An open safetensors file."""
 
-    def __init__(self, path: Path, descriptor: int, written: Written) -> None:
-        self.path, self.descriptor, self.written = path, descriptor, written
-        self.block = functools.lru_cache(maxsize=2)(self.read_block)
-        size = 8 + int.from_bytes(self.read(0, 8).tobytes(), "little")
-        table = json.loads(self.read(8, size).tobytes())
-        del table["__metadata__"]
-        self.entries = {
-            key: Entry(key, DTYPES[value["dtype"]], tuple(value["shape"]))
-            for key, value in table.items()
-        }
-        self.offsets = {key: size + value["data_offsets"][0] for key, value in table.items()}
+    def __init__(self, file: IO[bytes]) -> None:
+        size = int.from_bytes(file.read(8), "little")
+        self.file, self.table, self.start = file, json.loads(file.read(size)), 8 + size
 
-    def read_block(self, number: int) -> np.ndarray:
-        start = number * BLOCK_NBYTES
-        with naming(self.path):
-            data = os.pread(self.descriptor, BLOCK_NBYTES, start)
-        crc, wanted = f"{zlib.crc32(data):08x}", self.written.crc32[number]
-        if crc != wanted:
-            raise CheckpointError(
-                f"{self.path} is not what was written: the CRC-32 of its bytes from {start} on is "
-                f"{crc}, and not {wanted}"
-            )
-        return np.frombuffer(data, np.uint8)
-
-    def check(self) -> None:
-        """Check all of it."""
-        with ThreadPoolExecutor(4, "zk-check") as pool:
-            for _ in pool.map(lambda n: len(self.read_block(n)), range(len(self.written.crc32))):
-                pass
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """(stop - start,) uint8."""
-        found = np.empty(stop - start, np.uint8)
-        for number in range(start // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)):
-            begin = number * BLOCK_NBYTES
-            low, high = max(start, begin), min(stop, begin + BLOCK_NBYTES)
-            found[low - start : high - start] = self.block(number)[low - begin : high - begin]
-        return found
+    def entry(self, key: str) -> Entry:
+        about = self.table[key]
+        return Entry(key, DTYPES[about["dtype"]], tuple(about["shape"]))
 
     def elements(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Elements of the flattened tensor ``key``: (n,)."""
-        entry, offset = self.entries[key], self.offsets[key]
-        size, stop = entry.dtype.itemsize, entry.numel if stop is None else stop
-        found = self.read(offset + start * size, offset + stop * size)
-        return torch.from_numpy(found).view(entry.dtype)
+        entry, offset = self.entry(key), self.start + self.table[key]["data_offsets"][0]
+        stop = entry.numel if stop is None else stop
+        found = torch.empty(stop - start, dtype=entry.dtype)
+        with naming(Path(self.file.name)):
+            self.file.seek(offset + start * entry.dtype.itemsize)
+            self.file.readinto(bytes_of(found))  # type: ignore[attr-defined]
+        return found

@@ -12,30 +12,28 @@ import functools
 import itertools
 import math
 import os
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from zk.checkpoint import folders, save
 from zk.checkpoint.files import CheckpointError, Tensors, opened
 from zk.checkpoint.manifest import (
+    Cut,
     Manifest,
-    Place,
     Saved,
     buffers_of,
     crc_of,
+    cuts_of,
     kind_of,
     kinds_of,
     names_of,
     order_of,
     restore_random,
     revived,
-    tiles_of,
 )
 
 if TYPE_CHECKING:
@@ -64,13 +62,8 @@ def load_checkpoint(
     save.saver_of(optimizer).synchronized()
     if not optimizer._torn:
         optimizer._settle()
-    rank, device, state = optimizer._layout.comm.rank, save.device_of(optimizer), None
     with checking(optimizer, Path(directory)) as manifest:
         targets = check(optimizer, manifest, scheduler)
-        if rank < len(manifest.ranks):
-            state = manifest.ranks[rank]["random"]
-            generators = random.Random(), np.random.RandomState(), torch.Generator()
-            restore_random(state, torch.device("cpu"), *generators)  # those that nobody uses
     head = manifest.head
     with replacing(optimizer, f"load_checkpoint({str(manifest.path.parent)!r})"):
         fill_all(optimizer, manifest, targets)
@@ -83,8 +76,9 @@ def load_checkpoint(
         optimizer.skipped_steps = head["counters"]["skipped_steps"]
         if scheduler is not None:
             scheduler.load_state_dict(revived(head["scheduler"], scheduler.state_dict()))
-        if state is not None:
-            restore_random(state, device, random, np.random, torch.default_generator)
+        rank = optimizer._layout.comm.rank
+        for said in manifest.ranks[rank : rank + 1]:  # more ranks than saved go on as they are
+            restore_random(said["random"], save.device_of(optimizer))
     return revived(head["extra"])
 
 
@@ -116,25 +110,22 @@ def checking(optimizer: ZeroOptimizer, path: Path) -> Iterator[Manifest]:
 
     A CheckpointError on one rank, inside too, is one on all.
     """
-    comm, what = optimizer._layout.comm, f"checking {path}"
+    comm, what = optimizer._layout.comm, f"the checkpoint {path}"
     try:
         with comm.together(what):
             found = folders.find(path) if comm.rank == 0 else path
         name = comm.words(what, os.path.relpath(found, path))[0]
         with comm.together(what):  # the first rank's choice, as each rank sees it
-            manifest = Manifest.read(path if name == "." else path / name)
+            manifest = Manifest.read(path / name)
             manifest.check_files(comm.rank, comm.size)
             yield manifest
+        comm.agree(what, {"its checksum": crc_of(manifest.head)})
     except CheckpointError:
         raise
     except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged, or another program's: {error}") from error
-    heads = comm.words(what, crc_of(manifest.head))
-    odd = [rank for rank, head in enumerate(heads) if head != heads[0]]
-    if odd:
         raise CheckpointError(
-            f"{manifest.path} is another one on rank {odd[0]} than on rank 0; give all ranks the same"
-        )
+            f"{path} is damaged, another program's, or not alike on all ranks: {error}"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +134,7 @@ class Target:
 
     store: UnitStore
     index: int
-    place: Place
-    """In the whole weight."""
+    cut: Cut
     parts: list[Saved]
     """The one that is cut and laid out alike; all of the weight where none is."""
     is_alike: bool
@@ -158,49 +148,39 @@ class Target:
     def numbers(self) -> dict[str, Any] | None:
         """What the rule keeps once for the parameter; None where it is of another kind."""
         like = self.store.rule.numbers(self.store.groups[self.index], 1)
-        saved = self.latest.scalars or {}
-        if not saved and "step" in like:
+        saved = self.latest.scalars
+        if not saved and "step" in like:  # of Adam 0.1.0 does not say it
             saved = {"step": float(self.latest.steps)}
         return revived(saved, like) if like.keys() == saved.keys() else None
 
     def count(self) -> None:
         """Take the number of updates, and what the rule keeps beside its fields."""
         store, steps = self.store, self.latest.steps
-        if store.unit.is_trained:
-            store.steps[self.index] = steps
-            if steps:
-                store.rule.know(store.groups[self.index], steps, self.numbers or {})
+        store.steps[self.index] = steps * store.unit.is_trained
+        if store.steps[self.index]:
+            store.rule.know(store.groups[self.index], steps, self.numbers or {})
 
 
 def check(optimizer: ZeroOptimizer, manifest: Manifest, scheduler: Any) -> list[Target]:
     """The checkpoint has all that this optimizer holds; returns its parameters."""
-    where, tiles, weights, targets = (
-        manifest.path,
-        tiles_of(optimizer.model),
-        manifest.weights(),
-        [],
-    )
-    own: dict[str, str] = {}
+    where, cuts, weights = manifest.path, cuts_of(optimizer.model), manifest.weights()
+    targets = []
     for store in optimizer._runtime.stores:
         for index, name in enumerate(store.unit.names):
-            tile, shape = tiles.get(name), tuple(store.unit.shapes[index])
-            place = tuple(slice(0, size) for size in shape)
-            whole, shape, place = (
-                (tile.whole, tile.shape, tile.place) if tile else (name, shape, place)
-            )
-            parts, own[name] = weights.get(whole, []), whole
-            saved = parts[0].whole_shape if parts else "not there"
-            if saved != shape:
+            cut = cuts[name]
+            parts = weights.get(cut.whole, [])
+            saved = parts[0].cut.shape if parts else "not there"
+            if saved != cut.shape:
                 raise CheckpointError(
-                    f"{where}: parameter {whole!r} is {saved}, and {shape} in this model"
+                    f"{where}: parameter {cut.whole!r} is {saved}, and {cut.shape} in this model"
                 )
-            about = place, order_of(store, index)
-            alike = [part for part in parts if (part.place, part.order) == about][:1]
-            targets.append(Target(store, index, place, alike or parts, bool(alike)))
+            about = cut, order_of(store, index)
+            alike = [part for part in parts if (part.cut, part.order) == about][:1]
+            targets.append(Target(store, index, cut, alike or parts, bool(alike)))
             check_states(optimizer, where, targets[-1])
-    for name in weights.keys() - own.values():
+    for name in weights.keys() - {target.cut.whole for target in targets}:
         raise CheckpointError(f"{where}: parameter {name!r} is not there in this model")
-    check_groups(optimizer, manifest, own)
+    check_groups(optimizer, manifest, cuts)
     with Contents(manifest) as contents:
         check_buffers(contents, dict(buffers_of(optimizer)))
     kinds = manifest.head["scheduler_type"], scheduler and type(scheduler).__name__
@@ -225,22 +205,15 @@ def check_states(optimizer: ZeroOptimizer, where: Path, target: Target) -> None:
             )
 
 
-def check_groups(optimizer: ZeroOptimizer, manifest: Manifest, own: Mapping[str, str]) -> None:
-    """Groups have the same parameters, in any order. ``own``: name here -> name without tiles."""
-    parts = (part for parts in manifest.weights().values() for part in parts)
-    saved_as = {part.name: part.whole for part in parts}
-    here = [
-        (n, own[name])
-        for n, g in enumerate(optimizer.param_groups)
-        for name in names_of(optimizer, g)
-    ]
-    saved = [
-        (n, saved_as.get(name))
-        for n, g in enumerate(manifest.head["groups"])
-        for name in g["params"]
-    ]
-    trained = {own[n] for s in optimizer._trained for n in s.unit.names}
-    if {place for place in here if place[1] in trained} != {p for p in saved if p[1] in trained}:
+def check_groups(optimizer: ZeroOptimizer, manifest: Manifest, cuts: Mapping[str, Cut]) -> None:
+    """Groups have the same parameters, in any order and tiles."""
+    parts = itertools.chain.from_iterable(manifest.weights().values())
+    saved_as, names = {part.name: part.cut.whole for part in parts}, names_of(optimizer.model)
+    here = [[cuts[names[p]].whole for p in group["params"]] for group in optimizer.param_groups]
+    saved = [[saved_as.get(n) for n in group["params"]] for group in manifest.head["groups"]]
+    trained = {cuts[name].whole for store in optimizer._trained for name in store.unit.names}
+    one, other = ([trained & {*group} for group in groups] for groups in (here, saved))
+    if one != other:
         raise CheckpointError(
             f"{manifest.path} has other parameter groups than this optimizer; build the same groups in "
             "the same order first"
@@ -268,22 +241,15 @@ class Contents(contextlib.ExitStack):
         super().__init__()
         self.manifest, first = manifest, manifest.ranks[0]
         self.buffers = dict.fromkeys(first["buffers"], first["file"])
-        self.opened: dict[str, Tensors] = {}
-        self.last: Tensors | None = None
+        self.file = functools.cache(self.open)
 
-    def file(self, name: str) -> Tensors:
-        """The file ``name``. Memory does not grow with their number."""
-        if name not in self.opened:
-            written = self.manifest.files[name]
-            self.opened[name] = self.enter_context(opened(self.manifest.path.parent, written))
-        if self.last is not None and self.last is not self.opened[name]:
-            self.last.block.cache_clear()
-        self.last = self.opened[name]
-        return self.last
+    def open(self, name: str) -> Tensors:
+        folder, written = self.manifest.path.parent, self.manifest.files[name]
+        return Tensors(self.enter_context(opened(folder, written)))
 
     def buffer(self, name: str) -> Tensor:
         file, key = self.file(self.buffers[name]), f"buffer/{name}"
-        return file.elements(key).view(file.entries[key].shape)
+        return file.elements(key).view(file.entry(key).shape)
 
     def elements(self, part: Saved, kind: str, start: int, stop: int) -> Tensor:
         """Elements of a parameter, in the order in which it was saved: (n,). Zeros of no kind."""
@@ -295,29 +261,16 @@ class Contents(contextlib.ExitStack):
                 at = upto
         return torch.cat(runs) if runs else torch.zeros(stop - start)
 
-    def cut(self, parts: Sequence[Saved], kind: str, box: Place) -> Tensor:
-        """A box of a weight, from the parts that it was saved in."""
-        found: Tensor | None = None
+    def whole(self, parts: Sequence[Saved], kind: str) -> Tensor:
+        """A weight, from the parts that it was saved in."""
+        found: Any = None
         for part in parts:
-            order = part.order or tuple(range(len(part.shape)))
             flat = self.elements(part, kind, 0, math.prod(part.shape))
-            inverse = [order.index(dim) for dim in range(len(order))]
-            values = flat.view([part.shape[dim] for dim in order]).permute(inverse)
-            pairs = [common(*pair) for pair in zip(box, part.place, strict=True)]
-            if found is None:
-                found = values.new_zeros([cut.stop - cut.start for cut in box])
-            if all(into.start < into.stop for into, _ in pairs):
-                found[tuple(p[0] for p in pairs)] = values[tuple(p[1] for p in pairs)]
-        assert found is not None
-        return found
-
-
-def common(one: slice, other: slice) -> tuple[slice, slice]:
-    """What two ranges share, counted from the start of each."""
-    start, stop = max(one.start, other.start), min(one.stop, other.stop)
-    return slice(start - one.start, stop - one.start), slice(
-        start - other.start, stop - other.start
-    )
+            inverse = [part.order.index(dim) for dim in range(len(part.shape))]
+            values = flat.view([part.shape[dim] for dim in part.order]).permute(inverse)
+            found = values.new_zeros(part.cut.shape) if found is None else found
+            found[part.cut.place] = values
+        return found  # type: ignore[no-any-return]
 
 
 # ---- what is filled --------------------------------------------------------------------------------
@@ -345,11 +298,12 @@ def fill(store: UnitStore, targets: Sequence[Target], contents: Contents) -> Non
     @functools.lru_cache(maxsize=1)  # the next elements are mostly of the same parameter
     def cut_anew(index: int, kind: str) -> Tensor:
         """A parameter that was saved in other tiles, or in another order, as it lies here."""
-        return unit.flat(index, contents.cut(targets[index].parts, kind, targets[index].place))
+        target = targets[index]
+        return unit.flat(index, contents.whole(target.parts, kind)[target.cut.place])
 
-    def values(kind: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def values(kind: str, start: int, stop: int) -> Tensor:
         """Elements of this rank's shard."""
-        flat = torch.zeros(stop - start, dtype=dtype)
+        flat = torch.zeros(stop - start, dtype=store.dtype_of(kind))
         for index, here, wanted in unit.within(store.start + start, store.start + stop):
             target = targets[index]
             if target.is_alike:
@@ -359,14 +313,12 @@ def fill(store: UnitStore, targets: Sequence[Target], contents: Contents) -> Non
         return flat
 
     for number, bound in enumerate(store.bounds):
-        if not unit.is_trained:
-            param = store.param.open(bound)["param"]
-            param.copy_(values("param", bound.start, bound.stop, unit.dtype))
-            store.param.close(True, bound)
-            continue
-        with store.open(number) as fields:
+        with save.fields_of(store, number, changed=True) as fields:
             for start in range(bound.start, bound.stop, save.PIECE_NUMEL):
                 stop = min(start + save.PIECE_NUMEL, bound.stop)
-                part = slice(start - bound.start, stop - bound.start)
-                exact = {kind: values(kind, start, stop, torch.float32) for kind in kinds_of(store)}
-                store.codec.write({name: field[part] for name, field in fields.items()}, exact)
+                part = {n: f[start - bound.start : stop - bound.start] for n, f in fields.items()}
+                exact = {kind: values(kind, start, stop) for kind in kinds_of(store)}
+                if unit.is_trained:
+                    store.codec.write(part, exact)
+                else:  # codecs take some dtypes for codes of theirs
+                    part["param"].copy_(exact["param"])

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: parameters by name, where their elements are, and what is no tensor.
 
-The format is that of 0.1.0 (version 4): each reads what the other has written.
+The format is that of 0.1.0 (version 4).
 """
 
 from __future__ import annotations
@@ -18,28 +18,52 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zk.checkpoint.files import MANIFEST, CheckpointError, Written, opened, read_bytes
-from zk.offload.rules import Rule
+from zk.checkpoint.files import MANIFEST, CheckpointError, Written, check, read_bytes
 
 if TYPE_CHECKING:
     from zk.optimizer import ZeroOptimizer
     from zk.store import UnitStore
 
 FORMAT = {"format": "zk checkpoint", "version": 4, "model_parallel": 1}
-Place = tuple[slice, ...]
 
 
 # ---- what is said of an optimizer ------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """The place of a parameter in the weight that the model has without tiles: mostly all of it."""
+
+    whole: str
+    shape: tuple[int, ...]
+    place: tuple[slice, ...]
+
+    @classmethod
+    def all_of(cls, name: str, shape: tuple[int, ...]) -> Cut:
+        return cls(name, tuple(shape), tuple(slice(0, size) for size in shape))
+
+
+def cuts_of(model: nn.Module) -> dict[str, Cut]:
+    """All parameters by name; modules say in ``pieces()`` what theirs are cut from."""
+    named = model.named_parameters(remove_duplicate=False)
+    found = {name: Cut.all_of(name, param.shape) for name, param in named}
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." * bool(path)
+        for name, piece in getattr(module, "pieces", dict)().items():
+            found[prefix + name] = Cut(prefix + piece.whole, piece.shape, piece.place)
+    return found
+
+
 def of_optimizer(optimizer: ZeroOptimizer, scheduler: Any, extra: Any) -> dict[str, Any]:
     """What a manifest says, the same on all ranks."""
     config = getattr(getattr(optimizer.model, "config", None), "to_json_string", None)  # of HF
-    tiles, groups = tiles_of(optimizer.model), []
+    names, cuts, groups = names_of(optimizer.model), cuts_of(optimizer.model), []
     for number, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
-        names = names_of(optimizer, group)
-        groups.append({**plain(options, f"param_groups[{number}]"), "params": names})
+        own = {"params": [names[param] for param in group["params"]]}
+        groups.append(plain(options, f"param_groups[{number}]") | own)
+    everywhere = optimizer.model.named_parameters(remove_duplicate=False)
+    held = [(name, names[p]) for name, p in everywhere if p in optimizer._runtime.store_of]
     return {
         **FORMAT,
         "optimizer": kind_of(optimizer),
@@ -48,8 +72,8 @@ def of_optimizer(optimizer: ZeroOptimizer, scheduler: Any, extra: Any) -> dict[s
         "counters": {"steps": optimizer.num_steps, "skipped_steps": optimizer.skipped_steps},
         "loss_scale": optimizer._scaler.state_dict(),
         "groups": groups,
-        "units": [of_unit(store, tiles) for store in optimizer._runtime.stores],
-        "tied": tied_names(optimizer),
+        "units": [of_unit(store, cuts) for store in optimizer._runtime.stores],
+        "tied": {name: kept for name, kept in held if name != kept},
         "model_config": str(config()) if callable(config) else None,
         "scheduler": scheduler and plain(scheduler.state_dict(), "scheduler.state_dict()"),
         "scheduler_type": scheduler and type(scheduler).__name__,
@@ -58,23 +82,20 @@ def of_optimizer(optimizer: ZeroOptimizer, scheduler: Any, extra: Any) -> dict[s
     }
 
 
-def of_unit(store: UnitStore, tiles: Mapping[str, Any]) -> dict[str, Any]:
+def of_unit(store: UnitStore, cuts: Mapping[str, Cut]) -> dict[str, Any]:
     """What a manifest says of a unit, without its elements."""
     unit, params = store.unit, []
     for index, name in enumerate(unit.names):
         param: dict[str, Any] = {"name": name, "shape": list(unit.shapes[index])}
         param["dtype"] = str(unit.dtype).removeprefix("torch.")
         param["offset"], param["steps"] = unit.offsets[index], store.steps[index]
-        # of Adam they follow from the steps
-        if store.steps[index] and type(store.rule).numbers is not Rule.numbers:
+        if store.steps[index]:
             numbers = store.rule.numbers(store.groups[index], store.steps[index])
-            param |= {"scalars": plain(numbers, f"the state of {name!r}")} if numbers else {}
-        if order := order_of(store, index):
-            param["order"] = order
-        if name in tiles:
-            tile = tiles[name]
-            place = [[cut.start, cut.stop] for cut in tile.place]
-            param["whole"] = {"name": tile.whole, "shape": tile.shape, "place": place}
+            param["scalars"] = plain(numbers, f"the state of {name!r}")
+        param["order"] = order_of(store, index)
+        cut = cuts[name]
+        place = [[part.start, part.stop] for part in cut.place]
+        param["whole"] = {"name": cut.whole, "shape": cut.shape, "place": place}
         params.append(param)
     about = {"name": unit.name, "trained": unit.is_trained, "kinds": kinds_of(store)}
     return {**about, "params": params}
@@ -86,40 +107,19 @@ def kinds_of(store: UnitStore) -> list[str]:
 
 
 def order_of(store: UnitStore, index: int) -> tuple[int, ...]:
-    """A parameter's dimensions from the slowest to the fastest in memory; empty: row by row."""
-    strides = store.unit.strides[index]
-    order = tuple(sorted(range(len(strides)), key=strides.__getitem__, reverse=True))
-    return order if order != tuple(range(len(strides))) and store.unit.sizes[index] else ()
+    """A parameter's dimensions from the slowest to the fastest in memory; of no elements: none."""
+    strides = store.unit.strides[index] * bool(store.unit.sizes[index])
+    return tuple(sorted(range(len(strides)), key=strides.__getitem__, reverse=True))
 
 
-def tiles_of(model: nn.Module) -> dict[str, Any]:
-    """What parameters are cut from, by name: of modules that say so in ``pieces()``."""
-    found = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        for name, piece in module.pieces().items() if hasattr(module, "pieces") else ():
-            found[prefix + name] = dataclasses.replace(piece, whole=prefix + piece.whole)
-    return found
-
-
-def names_of(optimizer: ZeroOptimizer, group: Mapping[str, Any]) -> list[str]:
-    """The parameters of a group."""
-    names = {param: name for name, param in optimizer.model.named_parameters()}
-    return [names[param] for param in group["params"]]
+def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The names that units have of parameters."""
+    return {param: name for name, param in model.named_parameters()}
 
 
 def kind_of(optimizer: ZeroOptimizer) -> str:
     """The classes of the user's optimizers."""
-    inners = dict.fromkeys(optimizer._layout.inner_of.values())
-    return " and ".join(type(inner).__name__ for inner in inners)
-
-
-def tied_names(optimizer: ZeroOptimizer) -> dict[str, str]:
-    """Other names of tied parameters, each with the name that its unit has."""
-    own = {param: name for name, param in optimizer.model.named_parameters()}
-    everywhere = optimizer.model.named_parameters(remove_duplicate=False)
-    held = ((n, own[p]) for n, p in everywhere if p in optimizer._runtime.store_of)
-    return {name: kept for name, kept in held if name != kept}
+    return " and ".join(type(inner).__name__ for inner in optimizer._inners)
 
 
 def buffers_of(optimizer: ZeroOptimizer, all_names: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -132,7 +132,7 @@ def buffers_of(optimizer: ZeroOptimizer, all_names: bool = False) -> Iterator[tu
         for name, tensor in {**module._parameters, **module._buffers}.items():
             is_saved = tensor is not None and tensor not in known
             if is_saved and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, tensor.detach()
+                yield f"{prefix}.{name}".removeprefix("."), tensor.detach()
 
 
 # ---- values as JSON --------------------------------------------------------------------------------
@@ -160,19 +160,18 @@ def plain(value: Any, what: str) -> Any:
 def revived(value: Any, here: Any = None) -> Any:
     """Undo ``plain``, in the types of what is in its place ``here``: tuples, tensors, Counters."""
     if isinstance(value, list):
-        like = here if isinstance(here, (list, tuple)) else []
-        pairs = zip(value, [*like, *[None] * len(value)], strict=False)
-        return (tuple if isinstance(here, tuple) else list)(revived(*pair) for pair in pairs)
+        like = [*here] if isinstance(here, (list, tuple)) else []
+        found = [revived(*pair) for pair in zip(value, like + [None] * len(value), strict=False)]
+        return tuple(found) if isinstance(here, tuple) else found
     if isinstance(value, dict):
-        items = value["__items__"] if set(value) == {"__items__"} else value.items()
-        found = {k: revived(v, here.get(k) if isinstance(here, dict) else None) for k, v in items}
-        made = here.copy() if isinstance(here, dict) else {}  # of its class: a Counter, say
+        old = here if isinstance(here, dict) else {}
+        made = old.copy()  # of its class: a Counter, say
         made.clear()
-        made.update(found)
+        pairs = value.get("__items__", value.items())
+        made.update((key, revived(item, old.get(key))) for key, item in pairs)
         return made
-    if isinstance(here, Tensor) and isinstance(value, (int, float)):
-        return torch.full_like(here, value)
-    return value
+    is_tensor = isinstance(here, Tensor) and isinstance(value, (int, float))
+    return torch.full_like(here, value) if is_tensor else value
 
 
 # ---- random numbers --------------------------------------------------------------------------------
@@ -182,24 +181,22 @@ def random_state(device: torch.device) -> dict[str, Any]:
     """The generators of this process, and of the GPU that its model computes on."""
     version, state, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state()
-    assert isinstance(keys, np.ndarray)
+    is_gpu = device.type == "cuda"
     return {
         "python": [version, packed(np.array(state, np.uint32)), gauss],
-        "numpy": [kind, packed(keys), *rest],
+        "numpy": [kind, packed(np.asarray(keys)), *rest],
         "torch": packed(torch.get_rng_state().numpy()),
-        "cuda": packed(torch.cuda.get_rng_state(device).numpy()) if device.type == "cuda" else None,
+        "cuda": packed(torch.cuda.get_rng_state(device).numpy()) if is_gpu else None,
     }
 
 
-def restore_random(
-    state: Mapping[str, Any], device: torch.device, python: Any, numpy: Any, host: Any
-) -> None:
-    """Give generators of python, numpy, torch, and of the GPU ``device``, their states."""
+def restore_random(state: Mapping[str, Any], device: torch.device) -> None:
+    """Give the generators their states again."""
     version, numbers, gauss = state["python"]
-    python.setstate((version, tuple(unpacked(numbers, np.uint32).tolist()), gauss))
+    random.setstate((version, tuple(unpacked(numbers, np.uint32).tolist()), gauss))
     kind, keys, *rest = state["numpy"]
-    numpy.set_state((kind, unpacked(keys, np.uint32), *rest))
-    host.set_state(torch.from_numpy(unpacked(state["torch"], np.uint8)))
+    np.random.set_state((kind, unpacked(keys, np.uint32), *rest))
+    torch.set_rng_state(torch.from_numpy(unpacked(state["torch"], np.uint8)))
     if state["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(torch.from_numpy(unpacked(state["cuda"], np.uint8)), device)
 
@@ -237,18 +234,27 @@ class Saved:
     shape: tuple[int, ...]
     dtype: torch.dtype
     """In which it computed."""
+    cut: Cut
     order: tuple[int, ...]
-    """Of its dimensions in memory; empty: row by row."""
-    whole: str
-    whole_shape: tuple[int, ...]
-    place: Place
-    """In the whole weight."""
+    """Of its dimensions in memory."""
     pieces: dict[str, list[Piece]]
     """Kind -> where the elements of its unit are, in order."""
     offset: int
     """Its first element in its unit."""
     steps: int
-    scalars: dict[str, Any] | None
+    scalars: dict[str, Any]
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any], pieces: dict[str, list[Piece]]) -> Saved:
+        """What a manifest says of a parameter."""
+        name, shape = said["name"], tuple(said["shape"])
+        cut, whole = Cut.all_of(name, shape), said.get("whole")
+        if whole:  # 0.1.0 says it of tiles alone
+            place = tuple(slice(*part) for part in whole["place"])
+            cut = Cut(whole["name"], tuple(whole["shape"]), place)
+        dtype, order = getattr(torch, said["dtype"]), tuple(said.get("order") or range(len(shape)))
+        rest = said["offset"], said["steps"], said.get("scalars") or {}
+        return cls(name, shape, dtype, cut, order, pieces, *rest)
 
     def as_kind(self, kind: str) -> str:
         """The kind that has the values of ``kind``; empty: none.
@@ -293,47 +299,21 @@ class Manifest:
     def check_files(self, rank: int = 0, ranks: int = 1) -> None:
         """Check this rank's share of the tensors."""
         for written in list(self.files.values())[rank::ranks]:
-            with opened(self.path.parent, written) as tensors:
-                tensors.check()
+            check(self.path.parent, written)
 
     def weights(self) -> dict[str, list[Saved]]:
         """The parts of all weights, by the name that they have in the model without tiles."""
-        found: dict[str, list[Saved]] = {}
-        units = self.head["units"]
+        units, found = self.head["units"], dict[str, list[Saved]]()
         pieces: list[dict[str, list[Piece]]] = [{k: [] for k in unit["kinds"]} for unit in units]
-        all_of_them = [
-            Piece(*place, rank["file"])  # type: ignore[call-arg]
-            for rank in self.ranks
-            for place in rank["pieces"]
-        ]
-        for piece in sorted(all_of_them, key=lambda piece: piece.start):
+        placed = [Piece(*at, said["file"]) for said in self.ranks for at in said["pieces"]]
+        for piece in sorted(placed, key=lambda piece: piece.start):
             pieces[piece.unit].setdefault(piece.kind, []).append(piece)
         for unit, own in zip(units, pieces, strict=True):
             for param in unit["params"]:
                 if "sha256" not in param:  # as 0.1.0 could leave frozen parameters out
-                    saved = saved_of(param, own)
-                    found.setdefault(saved.whole, []).append(saved)
+                    saved = Saved.read(param, own)
+                    found.setdefault(saved.cut.whole, []).append(saved)
         return found
-
-
-def saved_of(param: Mapping[str, Any], pieces: dict[str, list[Piece]]) -> Saved:
-    """What a manifest says of a parameter."""
-    name, shape = param["name"], tuple(param["shape"])
-    everything = {"name": name, "shape": shape, "place": [(0, size) for size in shape]}
-    whole = param.get("whole", everything)
-    return Saved(
-        name,
-        shape,
-        getattr(torch, param["dtype"]),
-        tuple(param.get("order", ())),
-        whole["name"],
-        tuple(whole["shape"]),
-        tuple(slice(*cut) for cut in whole["place"]),
-        pieces,
-        param["offset"],
-        param["steps"],
-        param.get("scalars"),
-    )
 
 
 def crc_of(head: Mapping[str, Any]) -> str:

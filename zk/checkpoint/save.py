@@ -14,8 +14,8 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Generator, Iterator
-from concurrent.futures import Future
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,6 @@ from zk.addon import Addon
 from zk.checkpoint import folders, manifest
 from zk.checkpoint.files import Entry, undone, write_durably, write_file
 from zk.checkpoint.manifest import Piece
-from zk.kernels.codec import dtype_of
 from zk.logs import rank_log
 from zk.memory import host_memory
 from zk.options import is_count
@@ -35,6 +34,7 @@ from zk.parallel.comm import Comm
 
 if TYPE_CHECKING:
     from zk.addon import Update
+    from zk.offload.tiers import Fields
     from zk.optimizer import ZeroOptimizer
     from zk.store import UnitStore
 
@@ -76,17 +76,17 @@ def save_checkpoint(
         raise ValueError(f"keep must be a number of checkpoints, at least 1, or None; got {keep!r}")
     if on_save_error not in ("raise", "warn"):
         raise ValueError(f"on_save_error must be 'raise' or 'warn'; got {on_save_error!r}")
-    saver, root = saver_of(optimizer), Path(directory)
+    saver, comm, root = saver_of(optimizer), optimizer._layout.comm, Path(directory)
     saver.synchronized()
     optimizer._settle()
-    with optimizer._layout.comm.together(f"saving into {root}"):
+    with comm.together(f"saving into {root}"):
         save = Save(optimizer, root, scheduler, extra, keep)
     quiet = on_save_error == "warn"
     if async_save:
         saver.start(save, quiet)
         return save.final
     try:
-        save.run(saver, optimizer._layout.comm)
+        save.run(saver, comm)
     except OSError as error:
         if not quiet:
             raise
@@ -102,6 +102,17 @@ def warn(error: BaseException) -> None:
 # ---- what is written -------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def fields_of(store: UnitStore, number: int, changed: bool) -> Iterator[Fields]:
+    """The fields of chunk ``number``, of a frozen unit too."""
+    if store.unit.is_trained:
+        with store.open(number, changed) as fields:
+            yield fields
+    else:
+        yield store.param.open(store.bounds[number])
+        store.param.close(changed, store.bounds[number])
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
     """This rank's share of one chunk of a unit, as it is written."""
@@ -109,12 +120,11 @@ class Part:
     store: UnitStore
     number: int
     pieces: list[Piece]
-    dtypes: dict[str, torch.dtype]
-    """Of each kind."""
 
     @property
     def entries(self) -> list[Entry]:
-        return [Entry(p.key, self.dtypes[p.kind], (p.stop - p.start,)) for p in self.pieces]
+        dtype_of = self.store.dtype_of
+        return [Entry(p.key, dtype_of(p.kind), (p.stop - p.start,)) for p in self.pieces]
 
     @property
     def nbytes(self) -> int:
@@ -122,20 +132,14 @@ class Part:
 
     def values(self) -> Iterator[Tensor]:
         """Each piece; may be a view of the chunk."""
-        store, bound = self.store, self.store.bounds[self.number]
-        with contextlib.ExitStack() as stack:
-            if store.unit.is_trained:
-                fields = stack.enter_context(store.open(self.number, changed=False))
-            else:
-                fields = store.param.open(bound)
-                stack.callback(store.param.close, False, bound)
+        store, first = self.store, self.store.start + self.store.bounds[self.number].start
+        with fields_of(store, self.number, changed=False) as fields:
             for piece in self.pieces:
-                first = store.start + bound.start
                 here = slice(piece.start - first, piece.stop - first)
                 part = {name: field[here] for name, field in fields.items()}
-                is_read = store.unit.is_trained
-                value = store.codec.read(part, piece.kind) if is_read else part["param"]
-                yield value.to(self.dtypes[piece.kind])
+                # codecs take some dtypes of frozen parameters for codes of theirs
+                value = store.codec.read(part, piece.kind) if store.unit.is_trained else part["param"]
+                yield value.to(store.dtype_of(piece.kind))
 
     def copies(self) -> list[Tensor]:
         """Each piece, in host memory of its own."""
@@ -147,19 +151,15 @@ def parts_of(optimizer: ZeroOptimizer) -> Iterator[Part]:
     comm = optimizer._layout.comm
     for unit, store in enumerate(optimizer._runtime.stores):
         share = store.unit.numel // comm.size  # also where each rank has all of it
-        dtypes = {"param": store.unit.dtype}
-        if store.unit.is_trained:
-            known = dtypes | dict(store.codec.fields)
-            dtypes = {kind: dtype_of(known, kind) for kind in manifest.kinds_of(store)}
         for number, bound in enumerate(store.bounds):
             start = max(comm.rank * share, store.start + bound.start)
             stop = min(comm.rank * share + share, store.start + bound.stop)
             pieces = [
                 Piece(unit, kind, at, min(at + PIECE_NUMEL, stop), f"{kind}/{unit}/{at}")
                 for at in range(start, stop, PIECE_NUMEL)
-                for kind in dtypes
+                for kind in manifest.kinds_of(store)
             ]
-            yield from [Part(store, number, pieces, dtypes)] if pieces else ()
+            yield from [Part(store, number, pieces)] * bool(pieces)
 
 
 class Save:
@@ -175,7 +175,7 @@ class Save:
         self.random = manifest.random_state(device_of(optimizer))
         self.parts = list(parts_of(optimizer))
         self.buffers = dict(manifest.buffers_of(optimizer)) if comm.rank == 0 else {}
-        self.beside = Beside(self.parts, 0)
+        self.beside = Beside(self.parts)
 
     def run(self, saver: Saver, comm: Comm) -> None:
         """Write it; raises, on all ranks, if that fails on one of them, and leaves nothing of it."""
@@ -231,7 +231,7 @@ class Beside:
         room: bytes that copies may take.
     """
 
-    def __init__(self, parts: list[Part], room: int) -> None:
+    def __init__(self, parts: Sequence[Part] = (), room: int = 0) -> None:
         self.unread = {(part.store, part.number): part for part in parts}
         self.versions = {part.store: versions_of(part.store) for part in parts}
         self.copied: dict[Part, list[Tensor]] = {}
@@ -294,7 +294,7 @@ class Saver(Addon):
         self.lock: folders.Lock | None = None
         self.own: Comm | None = None  # collectives of saves in the background
         self.future: Future[None] | None = None  # of the save in the background
-        self.beside = Beside([], 0)
+        self.beside = Beside()
         self.begun = False  # and not all ranks are known to be done; the same on all of them
         self.quiet = False
 
@@ -304,10 +304,10 @@ class Saver(Addon):
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)  # the thread follows no stream of training
         save.buffers = {name: value.clone() for name, value in save.buffers.items()}
-        self.beside = save.beside = Beside(save.parts, self.room())
-        self.quiet, self.begun, self.future = quiet, True, Future()
-        # not a daemon: a program that ends waits for it
-        threading.Thread(target=self.run, args=(save, comm, self.future), name="zk-save").start()
+        self.beside, save.beside.room = save.beside, self.room()
+        pool = ThreadPoolExecutor(1, "zk-save")  # a program that ends waits for it
+        self.quiet, self.begun, self.future = quiet, True, pool.submit(self.run, save, comm)
+        pool.shutdown(wait=False)
 
     def room(self) -> int:
         """Bytes of host memory that copies may take."""
@@ -315,13 +315,12 @@ class Saver(Addon):
         return min(room, DRIVE_ROOM) if "nvme" in self.layout.tiers else room
 
     @torch.no_grad()
-    def run(self, save: Save, comm: Comm, future: Future[None]) -> None:
+    def run(self, save: Save, comm: Comm) -> None:
         try:
             save.run(self, comm)
-            future.set_result(None)
         except BaseException as error:
             warn(error)  # the program may end before anybody waits
-            future.set_exception(error)
+            raise
         finally:
             save.beside.end()
 
@@ -339,7 +338,7 @@ class Saver(Addon):
     def synchronized(self) -> None:
         """Wait for the save in progress. Raises what went wrong in it."""
         error = self.future.exception() if self.future is not None else None
-        self.future, self.beside = None, Beside([], 0)
+        self.future, self.beside = None, Beside()
         if error is not None and not (self.quiet and isinstance(error, OSError)):
             raise error
 

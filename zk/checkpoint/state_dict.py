@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zk.checkpoint.manifest import buffers_of, tiles_of
+from zk.checkpoint.manifest import buffers_of, cuts_of
 from zk.options import parse_dtype
+from zk.parallel.gather import place_of
 from zk.precision import CASTABLE
 
 if TYPE_CHECKING:
@@ -37,28 +38,21 @@ def consolidated_state_dict(
     wanted = parse_dtype(dtype, "dtype") if dtype is not None else None
     optimizer._settle()
     is_kept = not rank0_only or optimizer._layout.comm.rank == 0
-    tiles, store_of = tiles_of(optimizer.model), optimizer._runtime.store_of
-    full: dict[Tensor, Tensor] = {}
-    named: dict[str, Tensor] = {}
+    cuts, full, named = cuts_of(optimizer.model), dict[Tensor, Tensor](), dict[str, Tensor]()
     for name, param in optimizer.model.named_parameters(remove_duplicate=False):
-        shown_as = tiles[name].whole if name in tiles else name
-        if param not in store_of or (names is not None and shown_as not in names):
+        cut, place = cuts[name], place_of(param)
+        if place is None or (names is not None and cut.whole not in names):
             continue
-        store = store_of[param]
         if param not in full:
-            index = next(i for i, own in enumerate(store.unit.params) if own is param)
+            store, index = place
             is_cast = wanted is not None and store.unit.dtype in CASTABLE
-            kind = "master" if is_cast and store.unit.is_trained else "param"
-            value = store.read(kind, index)
-            if is_kept:
-                full[param] = value.to("cpu", wanted if is_cast else value.dtype).contiguous()
-        if is_kept and name in tiles:
-            tile = tiles[name]
-            like = torch.empty(tile.shape, dtype=full[param].dtype)
-            named.setdefault(shown_as, like)[tile.place] = full[param]
-        elif is_kept:
+            value = store.read("master" if is_cast and store.unit.is_trained else "param", index)
+            value = value if is_kept else value.new_empty(0)
+            full[param] = value.to("cpu", wanted if is_cast else value.dtype).contiguous()
+        if is_kept and cut.shape == param.shape:
             named[name] = full[param]
-    if not is_kept:
-        return {}
-    beside = buffers_of(optimizer, all_names=True)
-    return named | {name: value.to("cpu", copy=True) for name, value in beside}
+        elif is_kept:
+            like = torch.empty(cut.shape, dtype=full[param].dtype)
+            named.setdefault(cut.whole, like)[cut.place] = full[param]
+    beside = dict(buffers_of(optimizer, all_names=True)) if is_kept else {}
+    return named | {name: value.to("cpu", copy=True) for name, value in beside.items()}
