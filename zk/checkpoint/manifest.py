@@ -305,7 +305,11 @@ class Manifest:
         """The parts of all weights, by the name that they have in the model without tiles."""
         units, found = self.head["units"], dict[str, list[Saved]]()
         pieces: list[dict[str, list[Piece]]] = [{k: [] for k in unit["kinds"]} for unit in units]
-        placed = [Piece(*at, said["file"]) for said in self.ranks for at in said["pieces"]]
+        placed = [
+            Piece(*at, said["file"])  # type: ignore[call-arg]
+            for said in self.ranks
+            for at in said["pieces"]
+        ]
         for piece in sorted(placed, key=lambda piece: piece.start):
             pieces[piece.unit].setdefault(piece.kind, []).append(piece)
         for unit, own in zip(units, pieces, strict=True):
