@@ -94,116 +94,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Adamax": {"maximize": True},
     "ASGD": {"t0": 1.0, "lambd": 1e-2},
     "Rprop": {"etas": (0.4, 1.3)},
-    "Adafactor": {"maximize": True},
 }
-
-
-def adafactor_of_transformers(params: Any, **options: Any) -> torch.optim.Optimizer:
-    """The Adafactor of transformers, which keeps a first moment too, and a number that depends on values."""
-    from transformers.optimization import Adafactor
-
-    return Adafactor(params, **options, beta1=0.9, relative_step=False)  # type: ignore[no-any-return]
-
-
-def eight_bit(params: Any, **options: Any) -> torch.optim.Optimizer:
-    """The AdamW of bitsandbytes that keeps codes in 8 bits, and a scale for each block of them."""
-    from bitsandbytes.optim import AdamW8bit
-
-    return AdamW8bit(params, **options, min_8bit_size=512)  # type: ignore[no-any-return]
-
-
-class Coded(Tensor):
-    """Numbers in codes of 8 bits with a scale for each block, as torchao keeps state: a subclass around two tensors."""
-
-    @staticmethod
-    def __new__(cls, codes: Tensor, scales: Tensor, block: int) -> Coded:
-        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined, no-any-return]
-
-    def __init__(self, codes: Tensor, scales: Tensor, block: int) -> None:
-        self.codes, self.scales, self.block = codes, scales, block
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["codes", "scales"], self.block
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], block: Any, size: Any, stride: Any) -> Coded:
-        return Coded(inner["codes"], inner["scales"], block)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"{func} of codes")
-
-
-class Blocks(torch.optim.Optimizer):
-    """An optimizer over whole parameters, as people write them: momentum in codes of 8 bits with a scale for each block of 64, the mean square of
-    each row, and a norm that is Python's number."""
-
-    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state, rows = self.state[param], param.grad.reshape(len(param) if param.ndim else 1, -1)
-                size = -(-param.numel() // 64) * 64
-                if not state:
-                    state["momentum"] = Coded(torch.zeros(size, dtype=torch.int8), torch.zeros(size // 64), 64)
-                    state["rows"], state["norm"], state["updates"] = torch.zeros(len(rows)), 0.0, 0
-                state["updates"] += 1
-                state["norm"] = 0.5 * state["norm"] + rows.norm().item()
-                state["rows"].mul_(0.9).add_(rows.square().mean(1), alpha=0.1)
-                coded = state["momentum"]
-                momentum = (coded.codes.view(-1, coded.block) * coded.scales.unsqueeze(1)).mul_(0.9)
-                momentum.view(-1)[: param.numel()] += rows.reshape(-1)
-                coded.scales.copy_(momentum.abs().amax(1) / 127)
-                codes = (momentum / coded.scales.clamp(min=1e-30).unsqueeze(1)).round_().to(torch.int8).view(-1)
-                state["momentum"] = Coded(codes, coded.scales, coded.block)
-                step = momentum.view(-1)[: param.numel()].view_as(rows) / (state["rows"].sqrt().unsqueeze(1) + 1e-3)
-                param.mul_(1 - group["lr"] * group["weight_decay"]).add_(step.view_as(param), alpha=-group["lr"] / (state["norm"] + 1))
-
-
-PARAMETERWISE = {"Blocks": Blocks, "Adafactor of transformers": adafactor_of_transformers, "AdamW8bit": eight_bit}
-
-
-class Several:
-    """Some optimizers as one, in plain torch: what a list of them is to zk."""
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.optimizers = optimizers
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        states: dict[int, Any] = {}
-        first = 0
-        for optimizer in self.optimizers:
-            states |= {first + key: state for key, state in optimizer.state_dict()["state"].items()}
-            first += sum(len(group["params"]) for group in optimizer.param_groups)
-        return {"state": states}
-
-
-# over matrices, with AdamW over the rest
-WITH_OTHERS = {"Muon": "Muon", "Adafactor and AdamW": "Adafactor"}
-
-
-def with_others(name: str, params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """An optimizer over matrices, and AdamW over the rest."""
-    matrices: Any = getattr(torch.optim, WITH_OTHERS[name])([p for p in params if p.ndim >= 2], lr=1e-2, weight_decay=0.1)
-    return [matrices, torch.optim.AdamW([p for p in params if p.ndim < 2], lr=3e-3)]
-
-
-def flattened(state: dict[str, Any]) -> dict[str, Any]:
-    """A state without the dict in which bitsandbytes keeps some of it, and with what is inside of ``Coded`` in its place."""
-    flat: dict[str, Any] = {}
-    for name, value in state.items():
-        inside = {f"{name}.{inner}": getattr(value, inner) for inner in ("codes", "scales")} if isinstance(value, Coded) else {name: value}
-        flat |= value if isinstance(value, dict) else inside
-    return flat
 
 
 def make_optimizer(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -219,21 +110,10 @@ def make_optimizer(name: str, params: list[nn.Parameter]) -> torch.optim.Optimiz
         return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)
     if name == "Lion":
         return Lion(groups, lr=1e-2)
-    if name in PARAMETERWISE:
-        return PARAMETERWISE[name](groups, lr=1e-2)
     return getattr(torch.optim, name)(groups, lr=1e-2, foreach=False, **OPTIONS.get(name, {}))  # type: ignore[no-any-return]
 
 
-def is_trained(name: str, step: int) -> bool:
-    """The plan of the variant "unfreezing": more of a unit, then everything, then a block less, and everything again."""
-    begins_frozen = name.startswith(("tokens.", "blocks.1.", "blocks.0.qkv."))
-    return (not begins_frozen, not begins_frozen or name.startswith("blocks.1.up."), True, not name.startswith("blocks.0."), True)[min(step, 4)]
-
-
 def forward(model: nn.Module, ids: Tensor, step: int) -> Tensor:
-    if getattr(model, "variant", "") == "unfreezing":
-        for name, param in model.named_parameters():
-            param.requires_grad_(is_trained(name, step))
     return loss_of(model, ids, branch=step % 3 == 1) if getattr(model, "variant", "") == "sometimes" else loss_of(model, ids)
 
 
@@ -266,8 +146,6 @@ def run_case(case: Case) -> str:
 
 def plain_optimizer(name: str) -> Any:
     """The function that makes the optimizer of plain training over parameters."""
-    if name in WITH_OTHERS:
-        return lambda params: Several(with_others(name, params))
     return cpu_adam_groups if name == "numba" else functools.partial(make_optimizer, name)
 
 
@@ -294,7 +172,7 @@ def plain_training(
             loss_scale=loss_scale,
             forward=forward,
         )
-        states = {key: flattened(values) for key, values in plain.state_dict()["state"].items()}
+        states = plain.state_dict()["state"]
         state = {key: {name: torch.as_tensor(value).cpu() for name, value in values.items()} for key, values in states.items()}
         found = [(losses, [param.detach().cpu() for param in trained.parameters()], state)]
     if dist.is_initialized():
@@ -342,7 +220,7 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
         unlike_the_first(model, rank)
     optimizer = zk.ZeroOptimizer(
         model,
-        (with_others if case.optimizer in WITH_OTHERS else make_optimizer)(case.optimizer, list(model.parameters())),
+        make_optimizer(case.optimizer, list(model.parameters())),
         stage=case.stage,
         dtype=case.dtype,
         optimizer_tier=case.tier,
@@ -379,7 +257,7 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
         if set(want_state) != set(got_state):
             found.append(f"state of parameters {sorted(got_state)} instead of {sorted(want_state)}")
         for key in set(want_state) & set(got_state):
-            mine = flattened(got_state[key])
+            mine = got_state[key]
             for name, value in want_state[key].items():
                 found.append(compare(f"state {key} {name}", torch.as_tensor(mine[name]).cpu(), value, case.tolerance))
     optimizer.close()

@@ -157,11 +157,11 @@ def changed_groups_are_refused_on_every_rank() -> None:
         loss_of(model, batch(1)).backward()
         params = optimizer.param_groups[0]["params"]
         optimizer.param_groups[0]["params"] = params[:-1]
-        with pytest.raises(ValueError, match=r"'head\.weight' is in no param_group any more"):
+        with pytest.raises(ValueError, match="param_groups have other parameters than"):
             optimizer.step()
         optimizer.param_groups[0]["params"] = params
         optimizer.param_groups[0]["amsgrad"] = True
-        with pytest.raises(ValueError, match="ask for max_exp_avg_sq"):
+        with pytest.raises(ValueError, match="asks for max_exp_avg_sq"):
             optimizer.step()
         optimizer.param_groups[0]["amsgrad"] = False
         optimizer.step()
@@ -210,18 +210,6 @@ def test_models_are_collected(world: int) -> None:
     assert run_world(world, nothing_stays_behind, [None]) == [[""] * world]
 
 
-def test_a_dropped_optimizer_lets_the_model_go() -> None:
-    model, other = pair()
-    optimizer = wrap(model, 2)
-    del optimizer
-    gc.collect()
-    loss_of(model, batch(0)).backward()
-    assert model.head.weight.grad is not None  # nobody takes gradients away any more
-    model.zero_grad()
-    step(model, wrap(model, 2))
-    assert not torch.equal(model.head.weight, other.head.weight)
-
-
 # ---- copies ------------------------------------------------------------------------------------------------------------------------
 
 
@@ -248,12 +236,6 @@ def test_the_wrapped_optimizer_says_who_steps() -> None:
     with zk.ZeroOptimizer(model, inner), pytest.raises(RuntimeError, match="call step\\(\\) of that one"):
         inner.step()
     inner.step()
-    with wrap(model, 2, dtype="fp16") as optimizer:
-        scaler = torch.amp.GradScaler("cpu")
-        optimizer.backward(loss_of(model, batch(0)))
-        with pytest.raises((RuntimeError, AssertionError), match="GradScaler does not see"):
-            optimizer.grad_scale = scaler.scale(torch.ones(()))
-            optimizer.step()
 
 
 # ---- CPUAdam alone -----------------------------------------------------------------------------------------------------------------
@@ -337,7 +319,7 @@ def test_what_is_gathered_to_be_written_can_be_gathered_to_be_read(tmp_path: Pat
                 param.fill_(1)
             assert total() == 40
         assert total() == 40
-        with pytest.raises(RuntimeError, match=r"written within zk\.gather"), zk.gather(model.parameters()), torch.no_grad():
+        with pytest.raises(RuntimeError, match="changed while it was gathered to be read"), zk.gather(model.parameters()), torch.no_grad():
             model[0].weight.fill_(2)
             assert total() == 56
         assert total() == 40

@@ -8,7 +8,6 @@ import math
 import pickle
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 import zk
 from tests.models import GPT, batch, loss_of
 from tests.world import run_world
-from zk.core import precision
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
 
@@ -144,10 +142,6 @@ def test_clip_grad_norm_returns_torchs_norm_and_clips() -> None:
         plain.zero_grad()
     for got, want in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    assert optimizer.metrics()["grad_norm"] == pytest.approx(mine.item())
-    # for one step only
-    step(model, optimizer, 3)
-    assert optimizer.factors.max_norm is None
 
 
 @pytest.mark.parametrize("dtype", ("fp32", "bf16"))
@@ -175,39 +169,8 @@ def test_wrapping_in_mid_training_takes_the_state_over() -> None:
         step(model, inner, seed)
         step(other, plain, seed)
     optimizer = wrap(model, inner)
-    assert inner.state is optimizer.state
     for seed in range(3, 6):
         assert step(model, optimizer, seed) == step(other, plain, seed)
-
-
-def test_groups_added_before_the_first_step_train_and_keep_masters() -> None:
-    model, other = pair()
-    optimizer = wrap(model, adamw(model.blocks.parameters()), dtype="bf16")
-    rest = [p for n, p in model.named_parameters() if not n.startswith("blocks")]
-    master = optimizer.held[0].shard.get_state("master", slice(0, 8)).clone()  # type: ignore[union-attr]
-    optimizer.add_param_group({"params": rest, "weight_decay": 0.0})
-    assert torch.equal(optimizer.held[0].shard.get_state("master", slice(0, 8)), master)  # type: ignore[union-attr]
-    assert len(optimizer.inners[0].param_groups) == 2
-    rest = [param for name, param in other.named_parameters() if not name.startswith("blocks")]
-    both = torch.optim.AdamW([{"params": other.blocks.parameters()}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
-    want = wrap(other, both, dtype="bf16")
-    losses = [step(model, optimizer, seed) for seed in range(3)]
-    assert losses[0] == step(other, want, 0)
-    assert model.head.weight.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("dtype", ("fp32", "bf16", "fp16"))
-def test_groups_added_after_parameters_were_written_keep_what_was_written(dtype: str) -> None:
-    model, other = pair()
-    with torch.no_grad():
-        for param in other.parameters():
-            param.mul_(1 / 3)
-    optimizer = wrap(model, adamw(model.blocks.parameters()), dtype=dtype, loss_scale=None)
-    model.load_state_dict(other.state_dict())
-    optimizer.add_param_group({"params": [p for n, p in model.named_parameters() if not n.startswith("blocks")]})
-    for got, want in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(got, want.to(got.dtype))
-    optimizer.close()
 
 
 def test_parameters_written_by_the_user_are_kept() -> None:
@@ -286,6 +249,7 @@ def overflow_sequence(values: list[float | None], **rule: float) -> tuple[list[f
     for value in values:
         optimizer.backward(poison(model, value))
         optimizer.step()
+        optimizer.zero_grad()
         scales.append(optimizer.metrics()["loss_scale"])
     return scales, optimizer
 
@@ -325,15 +289,18 @@ def bad_gradients_change_nothing(case: tuple[int, str, float]) -> str:
     optimizer = wrap(model, stage=stage, dtype=dtype, loss_scale=8.0, param_tier="host" if stage == 3 else "device")
     optimizer.backward(poison(model, None))
     optimizer.step()
+    optimizer.zero_grad()
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
     optimizer.backward(poison(model, value if rank == 0 else None))
     optimizer.step()
+    optimizer.zero_grad()
     after = (model.state_dict(), optimizer.state_dict()["state"])
     metrics = optimizer.metrics()
     flat = [tree_leaves(side) for side in (before, after)]
     same = all(torch.equal(a, b) for a, b in zip(*flat, strict=True) if isinstance(a, Tensor))
     optimizer.backward(poison(model, None))
     optimizer.step()
+    optimizer.zero_grad()
     taken = optimizer.metrics()["steps"]
     optimizer.close()
     if not same or metrics["skipped_steps"] != 1 or metrics["steps"] != 1 or taken != 2 or math.isfinite(metrics["grad_norm"]):
@@ -364,41 +331,6 @@ def test_loss_backward_with_a_loss_scale_is_an_error_that_says_what_to_call() ->
     assert optimizer.metrics()["loss_scale"] == 2**16
 
 
-def test_who_calls_backward_elsewhere_does_so_with_the_scaled_loss() -> None:
-    """In fp32 a scale changes no bit."""
-    losses = []
-    for scale, elsewhere in ((None, True), (1024.0, True), (1024.0, False)):
-        model, _ = pair()
-        optimizer = wrap(model, loss_scale=scale)
-        for seed in range(3):
-            loss = loss_of(model, batch(seed))
-            if not elsewhere:
-                optimizer.backward(loss)
-                optimizer.step()
-                continue
-            with optimizer.scaled(loss) as scaled:
-                assert scaled.item() == loss.item() * (scale or 1)
-                scaled.backward()
-            optimizer.step()
-        losses.append(loss.item())
-    assert len(set(losses)) == 1
-    with pytest.raises(RuntimeError, match=r"optimizer.backward\(loss\)"):  # outside it is not applied
-        loss_of(model, batch(0)).backward()
-
-
-def test_bf16_moments_are_opt_in_and_halve_them() -> None:
-    sizes = {}
-    for dtype in ("fp32", "bf16"):
-        model, _ = pair()
-        optimizer = wrap(model, dtype="bf16", state_dtype=dtype)
-        first = step(model, optimizer)
-        for _ in range(8):
-            last = step(model, optimizer)
-        assert last < first
-        sizes[dtype] = optimizer.metrics()["host_moments_nbytes"]
-    assert sizes["bf16"] * 2 == sizes["fp32"]
-
-
 # ---- bad input -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -413,22 +345,19 @@ def test_bf16_moments_are_opt_in_and_halve_them() -> None:
         ({"optimizer_tier": "nvme", "nvme_path": ["/tmp", "/tmp"]}, "each of them once"),
         ({"stage": 3, "param_tier": "nvme", "optimizer_tier": "device", "nvme_path": "/tmp"}, "updated in host memory"),
         ({"stage": 2, "param_tier": "nvme", "nvme_path": "/tmp"}, "needs stage=3"),
-        ({"nvme_checksum": False}, "no effect without nvme_path"),
         ({"nvme_path": "/tmp"}, "no effect"),
         ({"stage": 2, "param_tier": "host"}, "param_tier='host' needs stage=3"),
         ({"host_budget": "24 potatoes"}, "host_budget must be a number of bytes or a string like"),
         ({"host_budget": "-3GiB"}, "host_budget must be"),
         ({"host_budget": 0}, "more than zero"),
-        ({"host_budget": "10B"}, "needs 115200 bytes on the host tier, and host_budget is 10 bytes"),
+        ({"host_budget": "10B"}, "needs 114432 bytes on the host tier, and host_budget is 10 bytes"),
         ({"optimizer_tier": "device", "host_budget": "1GiB"}, "host_budget has no effect"),
         ({"optimizer_tier": "device", "device_budget": 100}, "needs .* bytes on the device tier"),
         ({"clip_grad_norm": 0}, "clip_grad_norm must be more than 0"),
         ({"clip_grad_norm": -1.0}, "clip_grad_norm must be more than 0"),
         ({"dtype": "int8"}, "dtype must be one of"),
-        ({"state_dtype": "fp16"}, r"state_dtype must be .* '8bit' \(fp16 cannot hold second moments\); got 'fp16'"),
+        ({"state_dtype": "fp16"}, "state_dtype must be .* or '8bit'; got 'fp16'"),
         ({"state_dtype": "4bit"}, "state_dtype must be .* '8bit'.*; got '4bit'"),
-        ({"grad_accum_dtype": "bf16"}, "grad_accum_dtype must be 'fp32', or what gradients come in.*dtype=None; got torch.bfloat16"),
-        ({"grad_accum_dtype": "fp16", "dtype": "bf16"}, "grad_accum_dtype must be"),
         ({"loss_scale": "sometimes"}, "loss_scale must be"),
         ({"loss_scale": float("inf")}, "finite number above 0"),
         ({"prefetch": -1}, "prefetch must be"),
@@ -582,7 +511,7 @@ def test_optimizers_that_cannot_be_partitioned_are_refused_with_the_reason() -> 
         def __init__(self, params: object) -> None:
             super().__init__(params, {})  # type: ignore[arg-type]
 
-    with pytest.raises(TypeError, match="whole momentum matrices"):
+    with pytest.raises(TypeError, match="it looks at whole matrices"):
         wrap(model, Muon(model.parameters()))
     with pytest.raises(TypeError, match="calls the closure many times"):
         wrap(model, torch.optim.LBFGS(model.parameters()))
@@ -631,7 +560,7 @@ def test_a_closed_optimizer_refuses_and_leaves_the_model_usable() -> None:
     model, _ = pair()
     with wrap(model) as optimizer:
         step(model, optimizer)
-    for call in (optimizer.step, optimizer.zero_grad, optimizer.state_dict, lambda: optimizer.backward(torch.zeros(()))):
+    for call in (optimizer.step, optimizer.state_dict, optimizer.synchronize):
         with pytest.raises(RuntimeError, match="closed"):
             call()
     optimizer.close()
@@ -668,80 +597,8 @@ def test_state_that_does_not_fit_is_refused_before_anything_changes() -> None:
         optimizer.load_state_dict(bad)
     assert optimizer.param_groups[0]["lr"] == 1e-2
     del good["state"][3]["exp_avg_sq"]
-    with pytest.raises(ValueError, match="has no 'exp_avg_sq'"):
+    with pytest.raises(ValueError, match="have no 'exp_avg_sq'"):
         optimizer.load_state_dict(good)
-
-
-# ---- precisions that the CPU is slow in --------------------------------------------------------------------------------------
-
-
-def warnings_of_slow_products(case: tuple[bool, list[str]]) -> list[str]:
-    """Wrap a model in each of some precisions on a CPU that is fast, or slow, in 16 bits."""
-    fast, dtypes = case
-    said: list[str] = []
-    precision.warn_of_slow_products.cache_clear()
-    with (
-        mock.patch.object(precision, "has_fast_products", lambda dtype: fast or dtype == torch.float32),
-        mock.patch.object(precision.log, "warning", lambda message, *values: said.append(message % values)),
-    ):
-        for dtype in dtypes:
-            wrap(GPT(), dtype=dtype).close()
-    precision.warn_of_slow_products.cache_clear()
-    return said
-
-
-def test_a_precision_that_the_cpu_is_slow_in_is_warned_of_once_and_on_the_first_rank_only() -> None:
-    (bf16,) = warnings_of_slow_products((False, ["bf16", "fp32", "bf16"]))
-    assert bf16.startswith("the model computes in torch.bfloat16, for which torch has no fast kernels on this CPU")
-    assert bf16.endswith("use compute_dtype='fp32' at stage 3, where parameters rest in torch.bfloat16 and compute in fp32, or dtype='fp32'")
-    assert warnings_of_slow_products((True, ["bf16", "fp16"])) == [] == warnings_of_slow_products((False, ["fp32"]))
-    assert run_world(2, warnings_of_slow_products, [(False, ["bf16"])]) == [[[bf16], []]]
-
-
-def test_torch_says_which_precisions_the_cpu_is_slow_in() -> None:
-    assert precision.has_fast_products(torch.float32)
-    for dtype, name in ((torch.bfloat16, "_is_mkldnn_bf16_supported"), (torch.float16, "_is_mkldnn_fp16_supported")):
-        for answer in (True, False):
-            with mock.patch.object(torch.ops.mkldnn, name, lambda answer=answer: answer):
-                assert precision.has_fast_products(dtype) is answer
-                with mock.patch.object(torch.backends.mkldnn, "is_available", lambda: False):
-                    assert precision.has_fast_products(dtype)
-
-
-# ---- memory ------------------------------------------------------------------------------------------------------------------
-
-
-def grad_nbytes_of_steps(case: tuple[int, str, int]) -> list[float]:
-    """Bytes of gradients, and of room for them, after each of five steps."""
-    stage, tier, accumulate = case
-    model = GPT()
-    optimizer = zk.ZeroOptimizer(model, adamw(model.parameters()), stage=stage, dtype="bf16", optimizer_tier=tier, overlap_step=tier == "host")
-    found = []
-    for number in range(5):
-        for micro in range(accumulate):
-            loss_of(model, batch(10 * number + micro)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.synchronize()
-        found.append(sum(value for key, value in optimizer.metrics().items() if key.endswith("grad_nbytes")))
-    optimizer.close()
-    return found
-
-
-def test_room_for_gradients_does_not_grow_from_step_to_step() -> None:
-    alone = [(2, "host", 2), (3, "host", 1), (3, "device", 2)]
-    cases = [(0, "host", 1), (1, "device", 2), (1, "host", 2), (2, "host", 1), (2, "device", 2), (3, "host", 2), (3, "device", 1)]
-    found = [[grad_nbytes_of_steps(case)] for case in alone] + run_world(2, grad_nbytes_of_steps, cases)
-    for case, ranks in zip(alone + cases, found, strict=True):
-        for rank in ranks:
-            assert isinstance(rank, list) and rank[0] > 0 and max(rank[3:]) <= max(rank[:3]), (case, rank)
-
-
-@pytest.mark.parametrize(("stage", "tier"), ((2, "host"), (3, "device")))
-def test_room_for_a_sum_of_gradients_is_all_that_is_kept(stage: int, tier: str) -> None:
-    """In fp32, twice that of one gradient in bf16; what the first one had is given back."""
-    one, several = (grad_nbytes_of_steps((stage, tier, accumulate)) for accumulate in (1, 2))
-    assert several == [2 * nbytes for nbytes in one]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

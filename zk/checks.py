@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from zk.config import ZeroConfig
 from zk.options import NAMES
@@ -102,7 +103,7 @@ def check_params(
             raise ValueError(f"parameter {name!r} {fault}")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         check_promised(name, tensor)
-    check_memory_is_own(names)
+    check_memory_is_own(model, names)
     places: dict[torch.device, str] = {}
     for param, name in names.items():
         places.setdefault(param.device, name)
@@ -160,15 +161,33 @@ def check_trained(
             )
 
 
-def check_memory_is_own(names: dict[nn.Parameter, str]) -> None:
-    """No two Parameters share memory: each would get its own, and drift apart."""
-    spans = sorted((*span_of(param), name) for param, name in names.items() if param.numel())
-    for (where, _, stop, name), (other, start, _, second) in itertools.pairwise(spans):
-        if where == other and start < stop:
+def check_memory_is_own(model: nn.Module, names: dict[nn.Parameter, str]) -> None:
+    """Nothing of the model shares memory with a Parameter: it would not see what that becomes."""
+    others = {tensor: name for name, tensor in tensors_beside(model) if tensor not in names}
+    found = [(*span_of(t), name, t in names) for t, name in (names | others).items() if t.numel()]
+    last = "", 0, 0, "", False  # of those so far that end last
+    for span in sorted(found):
+        (where, _, stop, name, is_param), (other, start, _, second, is_another) = last, span
+        if where == other and start < stop and (is_param or is_another):
             raise ValueError(
                 f"parameters {name!r} and {second!r} share memory but are two Parameter objects, so "
                 "they would drift apart; tie them by assigning one object to both modules"
+                if is_param and is_another
+                else f"{(name, second)[is_param]!r} shares memory with parameter "
+                f"{(second, name)[is_param]!r}, which zk moves to other memory; assign the parameter "
+                "itself, or take the view of it in forward"
             )
+        last = span if where != other else max(last, span, key=lambda entry: entry[2])
+
+
+def tensors_beside(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers and attributes of modules that are tensors, or lists or dicts of some, by name."""
+    for path, module in model.named_modules():
+        for key, value in (vars(module) | module._buffers).items():
+            # spectral_norm makes the weight anew in each forward
+            for leaf in tree_leaves(value) if f"{key}_orig" not in module._parameters else ():
+                if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
+                    yield f"{path}.{key}".lstrip("."), leaf
 
 
 def span_of(tensor: Tensor) -> tuple[str, int, int]:

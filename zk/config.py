@@ -145,11 +145,8 @@ class ZeroConfig:
 
     def _check_together(self) -> None:
         """ValueError for values that exclude each other."""
-        stage, param_tier, tiers = (
-            self.stage,
-            self.param_tier,
-            (self.param_tier, self.optimizer_tier),
-        )
+        stage, param_tier = self.stage, self.param_tier
+        tiers = param_tier, self.optimizer_tier
         for is_wrong, message in (
             (
                 stage < 3 and param_tier in ("host", "nvme"),
@@ -159,6 +156,14 @@ class ZeroConfig:
             (
                 "nvme" in tiers and not self.nvme_path,
                 "a tier is 'nvme' and nvme_path is not set; give nvme_path=, folders on the drive",
+            ),
+            (
+                bool(self.nvme_path) and not {"nvme", "auto"} & {*tiers},
+                "nvme_path has no effect while no tier is 'nvme' or 'auto'; choose one, or remove it",
+            ),
+            (
+                self.host_budget is not None and {*tiers} == {"device"},
+                "host_budget has no effect while all tiers are 'device'; choose another, or remove it",
             ),
             (
                 tiers == ("nvme", "device"),

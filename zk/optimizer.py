@@ -427,7 +427,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for store in self._trained:
             factor = clip_factor(norm, max_norm) if math.isfinite(norm) else 1.0
             store.grad.factors = [factor * before for before in store.grad.factors]
-        return torch.tensor(norm, device=self._layout.device)
+        return torch.tensor(norm, dtype=torch.float32, device=self._layout.device)
 
     def state_dict(self) -> dict[str, Any]:
         """States in torch's own format, whole, with fp32 "master"s. Call it on all ranks."""

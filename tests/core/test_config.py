@@ -105,9 +105,11 @@ def test_there_are_16_core_fields_and_add_ons_have_the_other_options() -> None:
 
 
 def test_changes_can_be_pasted_into_a_call() -> None:
-    config = zk.ZeroConfig(stage=3, dtype="bf16", host_budget="3GiB", device_budget=1500, device="cpu", overlap_step=True)
+    config = zk.ZeroConfig(stage=3, dtype="bf16", host_budget="3GiB", device_budget=1500, device="cpu", overlap_step=True, optimizer_tier="host")
     said = pasted(config, zk.ZeroConfig())
-    assert said == 'overlap_step=True, stage=3, dtype="bf16", device="cpu", device_budget=1500, host_budget="3GiB"'
+    assert said == (
+        'overlap_step=True, stage=3, dtype="bf16", device="cpu", optimizer_tier="host", device_budget=1500, host_budget="3GiB"'
+    )
     assert eval(f"zk.ZeroConfig({said})", {"zk": zk}) == config
     assert changes(config, config) == {} and "all defaults" in zk.ZeroConfig()._repr_html_()
     assert "<td>host_budget</td><td>3GiB</td>" in config._repr_html_()

@@ -1,7 +1,7 @@
 """``state_dtype="bf16"`` or ``"8bit"``: Adam's moments in fewer bits; results change.
 
 With "8bit" the masters of bf16 parameters have 24 bits: 3 bytes of state where there are 10.
-Uses of the core: the seam ``codec``.
+Uses of the core: the seams ``rules`` and ``codec``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from zk.addon import Addon
 from zk.kernels import codec
 from zk.kernels.eight_bit import CODES
-from zk.offload.rules import AdamRule, Codec
+from zk.offload.rules import AdamRule, Codec, Rule, Rules, is_plain_adam
 from zk.unit import Unit
 
 DTYPES = {
@@ -29,12 +29,17 @@ class StateDtype(Addon):
             raise ValueError(f"state_dtype must be 'fp32', 'bf16' or '8bit'; got {value!r}")
         self.dtype = DTYPES[value]
 
+    def rules(self, given: Rules) -> Rules:
+        return [(is_plain_adam, AdamRule), (refuse, Rule)]
+
     def codec(self, unit: Unit, given: Codec) -> Codec:
         if not given.fields:
             return given
-        if not {"exp_avg", "exp_avg_sq"} <= given.fields.keys() or "max_exp_avg_sq" in given.fields:
-            raise ValueError(
-                "state_dtype= is for Adam and AdamW without amsgrad; other optimizers keep what their "
-                "own step() makes: remove it"
-            )
         return Codec(codec.state_fields(unit.dtype, AdamRule.names, self.dtype, True))
+
+
+def refuse(unit: Unit, inner: torch.optim.Optimizer) -> bool:
+    raise ValueError(
+        f"state_dtype= is for Adam and AdamW without amsgrad; {type(inner).__name__} keeps what its own "
+        "step() makes: remove it"
+    )

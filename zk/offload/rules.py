@@ -26,6 +26,7 @@ from zk.offload.cpu_adam import adam_
 from zk.unit import Unit
 
 Group = dict[str, Any]
+KEPT = 64  # steps from one whose numbers are kept to the next
 PLAIN = {"foreach": False, "fused": None, "capturable": False}  # other ways to compute the same
 Fields = dict[str, Tensor]
 
@@ -85,7 +86,7 @@ class Rule:
 
     def numbers(self, group: Group, step: int) -> dict[str, Tensor]:
         """What torch keeps of a parameter beside its fields after ``step`` updates."""
-        return {"step": torch.tensor(float(step))}
+        return {"step": torch.tensor(float(step), dtype=torch.float32)}
 
     def know(self, group: Group, step: int, numbers: dict[str, Tensor]) -> None:
         """Take ``numbers`` that were loaded; here they follow from the count."""
@@ -129,7 +130,7 @@ class StepRule(Rule):
         self.starts_empty = not begun
         state = begun or self.step_of_ones(group, {})
         self.names = tuple(name for name, value in state.items() if is_field(value))
-        self.know(group, 0, numbers_of(begun))
+        self.first = numbers_of(begun)
 
     def update(
         self, codec: Codec, fields: Fields, grad: Tensor, group: Group, step: int, scale: float
@@ -160,14 +161,15 @@ class StepRule(Rule):
 
     def numbers(self, group: Group, step: int) -> dict[str, Tensor]:
         """Counters such as "step". They follow from options and counts: the same on all ranks."""
-        key = id(group["params"]), step
-        if key not in self.known and step == 0:
-            return {} if self.starts_empty else next(iter(self.known.values()))
-        if key not in self.known:
-            after = self.step_of_ones(group, self.numbers(group, step - 1))
-            self.know(group, step, numbers_of(after))
-            self.known.pop((key[0], step - 3), None)
-        return self.known[key]
+        key, first = id(group["params"]), step
+        while first and (key, first) not in self.known:
+            first -= 1
+        for count in range(first, step):
+            before = self.known[key, count] if count else self.first
+            self.know(group, count + 1, numbers_of(self.step_of_ones(group, before)))
+            if (count - 2) % KEPT:  # some stay, from which those of parameters that are behind follow
+                self.known.pop((key, count - 2), None)
+        return self.known[key, step] if step else self.first
 
     def know(self, group: Group, step: int, numbers: dict[str, Tensor]) -> None:
         self.known[id(group["params"]), step] = numbers
@@ -176,9 +178,9 @@ class StepRule(Rule):
         return copy.deepcopy(self.numbers(group, step))
 
     def step_of_ones(self, group: Group, numbers: dict[str, Tensor]) -> dict[str, Any]:
-        param = nn.Parameter(torch.ones(2))
-        param.grad = torch.ones(2)
-        fields = {name: torch.ones(2) for name in self.names}
+        param = nn.Parameter(torch.ones(2, dtype=torch.float32))
+        param.grad = torch.ones_like(param)
+        fields = {name: torch.ones_like(param.grad) for name in self.names}
         return self.run(group, param, fields | copy.deepcopy(numbers) if numbers else {})
 
 

@@ -149,7 +149,7 @@ class Left(Tensor):
             return two_norm
         squares = [float(gradient.sum_of_squares(self.index))]
         norm = math.sqrt(gradient.layout.sharers.total(gradient.unit.name, squares)[0])
-        return torch.tensor(norm, device=self.device)
+        return torch.tensor(norm, dtype=torch.float32, device=self.device)
 
     def times(self, number: float) -> None:
         self.current().meet()
