@@ -499,7 +499,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             stack.callback(self._layout.close)
             stack.callback(self._runtime.detach, None)
             self._abandon(list(self._runtime.stores), gather)
-        self._torn = "this ZeroOptimizer is closed: make another one"
+        self._torn = self._runtime.broken = "this ZeroOptimizer is closed: make another one"
 
     def __enter__(self) -> ZeroOptimizer:
         return self

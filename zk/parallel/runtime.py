@@ -257,6 +257,8 @@ class Runtime:
     def unpack(self, saved: Any) -> Any:
         if isinstance(saved, Passed):
             return saved.unpack(saved.value)
+        if self.broken:
+            raise RuntimeError(self.broken)
         store, version, size, stride, offset = saved
         self.use(store)
         if store.version != version:
