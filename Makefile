@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # programs that tests start find zk compiled
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-host test-device coverage mutate soak simulate bench bench-peers bench-nvme bench-experts bench-accumulation bench-tiled bench-overlap bench-save bench-plan gpu lint site clean
+.PHONY: train test test-host test-device coverage mutate soak bench bench-peers bench-nvme bench-experts bench-accumulation bench-tiled bench-overlap bench-save bench-plan gpu lint site clean
 
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
@@ -23,13 +23,13 @@ test-device: $(READY)
 	$(BIN)/python $(PYTEST) -p tests.softgpu.plugin $(ARGS)
 
 # the share of the CUDA path's lines that the tests on the software GPU execute, with what kernels and groups do in host memory
-CUDA_PATH := zk/offload/streams.py,zk/offload/pinned.py,zk/offload/transfer.py,zk/kernels/*.py,zk/parallel/comm.py
+CUDA_PATH := zk/offload/link.py,zk/offload/tiers.py,zk/offload/drive.py,zk/memory.py,zk/kernels/*.py,zk/parallel/comm.py
 
 coverage: $(READY)
 	rm -rf runs/coverage
 	mkdir -p runs/coverage
 	$(BIN)/coverage run $(PYTEST) -p tests.softgpu.plugin $(ARGS)
-	$(BIN)/coverage run $(PYTEST) tests/test_tiled_linear.py tests/test_partitioned.py tests/test_cpu_adam.py tests/test_eight_bit.py tests/test_peers.py tests/test_model_parallel_refusals.py $(ARGS)
+	$(BIN)/coverage run $(PYTEST) tests/core tests/test_cpu_adam.py tests/test_eight_bit.py $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --include='$(CUDA_PATH)'
 
@@ -42,11 +42,6 @@ mutate: $(READY)
 soak: $(READY)
 	$(BIN)/python -m tests.soak $(ARGS)
 	$(BIN)/python -m tests.soak --ranks 2 $(ARGS)
-
-# whole jobs of several ranks with faults, replayed from seeds: make simulate ARGS="--seeds 10000"; a seed that goes wrong is printed with its
-# faults, and ARGS="--seed N --trace" shows all that happens in it; ARGS="--defects" plants defects and looks for seeds that find them
-simulate: $(READY)
-	$(BIN)/python -m tests.simulate $(ARGS)
 
 # the table and the picture are made also where a benchmark failed; what failed is named, and make ends with its status
 bench: $(READY)

@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,14 +26,10 @@ if not torch.cuda.is_available():
 for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
 
-# Where tests run in several processes, a file at a time, worlds of four ranks are one process's: two of them at once wait for cores most of the time.
-# They come first, and then the files that take longest: none of them is left to one process at the end.
-FOUR_RANKS = ("test_model_parallel", "test_model_parallel_dtensor", "test_model_parallel_refusals", "test_pipelines", "test_sequence_parallel")
+# The files that take longest come first: none of them is left to one process at the end.
 LONGEST = (
-    *FOUR_RANKS,
-    *("test_parity", "test_parity_device", "test_gpu", "test_waits", "test_huggingface", "test_qlora"),
-    *("test_simulate", "test_lightning", "test_user_programs", "test_materialize"),
-    *("test_resume", "test_kernels", "test_user_programs_ranks", "test_train"),
+    *("test_parity", "test_huggingface", "test_lightning", "test_programs", "test_checkpoint", "test_device"),
+    *("test_ranks", "test_resume", "test_kernels", "test_train", "test_tiers"),
 )
 
 
@@ -48,19 +43,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("device_only")])
         items[:] = [item for item in items if not item.get_closest_marker("device_only")]
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each process a file at a time, and worlds of four ranks as if they were one file."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class ByFile(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "worlds of four ranks" if Path(file).stem in FOUR_RANKS else file
-
-    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:
