@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 

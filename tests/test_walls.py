@@ -19,7 +19,7 @@ CEILINGS = {  # room: lines, tokens of code
     "integrations": (1_000, 7_000),
     "tools": (1_600, 12_500),
 }
-PROSE = {"tests/**/*.py": 24_000, "docs/**/*.md": 3_000, "README.md": 130}
+PROSE = {"tests/**/*.py": 24_000, "docs/**/*.md": 2_500, "README.md": 130}
 ABOVE = "addons", "nn", "checkpoint", "integrations", "tools"  # what the core does not import
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.ENCODING}
 REMEDY = "write it shorter, make it an add-on that can be deleted, or leave it out: the ceiling stays"
@@ -58,7 +58,8 @@ def test_tests_and_prose_stay_below_theirs(files: str) -> None:
 
 
 def test_the_core_imports_nothing_that_stands_on_it() -> None:
-    for path in (*files_of("core"), *files_of("kernels")):
+    named_for_users = ROOT / "zk/__init__.py"
+    for path in {*files_of("core"), *files_of("kernels")} - {named_for_users}:
         nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
         assert not [node.module for node in nodes if (node.module or "").startswith(tuple(f"zk.{room}" for room in ABOVE))], path
 
