@@ -33,7 +33,7 @@ class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--data", type=Path, default=Path(__file__).parent.parent / "docs" / "design.md")
+    parser.add_argument("--data", type=Path, default=Path(__file__).parent.parent / "docs" / "architecture.md")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--offload", action="store_true", help="training state, and at stage 3 parameters, rest in host memory")
