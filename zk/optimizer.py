@@ -311,8 +311,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _reduce_rest(self) -> None:
         """Reduce what is still on this rank; all ranks learn which parameters have a gradient."""
         self._runtime.forget_calls()
-        for store in self._trained:
-            store.grad.drop_removed()
         self._layout.reducer.settle()
         if not any(store.grad.is_taken for store in self._trained):
             raise RuntimeError(

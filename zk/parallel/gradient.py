@@ -15,7 +15,7 @@ from zk.checks import check_dense
 from zk.kernels import reference
 from zk.memory import empty
 from zk.offload.cpu_adam import sum_of_squares
-from zk.parallel.left import Left, in_backward, is_here
+from zk.parallel.left import Left, in_backward
 
 if TYPE_CHECKING:
     from zk.offload.tiers import Chunk
@@ -48,6 +48,7 @@ class Gradient:
         self.local: Tensor | None = None
         self.is_taken = False  # this rank's shard is on its tier
         self.marks: list[Left | None] = [None] * count  # what stands for them in ``param.grad``
+        self.added: set[int] = set()  # autograd has put there what is to be added
 
     def drop(self) -> None:
         """Free the values: they were used, or are not wanted."""
@@ -59,9 +60,13 @@ class Gradient:
     # ---- collect -> reduce -> take ---------------------------------------------------------------
 
     def collect(self, scale: float) -> None:
-        """Take what is in ``param.grad``, under a loss ``scale``; add it in fp32 to what is here."""
-        unit = self.unit
-        here = [param.grad if is_here(param.grad) else None for param in unit.params]
+        """Take what is new in ``param.grad``, under a loss ``scale``; add it in fp32 to what is here.
+
+        What users have removed there, or replaced, is forgotten.
+        """
+        unit, here = self.unit, self.look()
+        if here.count(None) == len(here):
+            return
         check_dense(unit.names, here)
         if any(self.present):
             self.settle()
@@ -76,6 +81,19 @@ class Gradient:
             bucket.mul_(self.scale / scale)
         self.local = bucket if self.local is None else bucket.add_(self.local)
         self.present = [old or new is not None for old, new in zip(self.present, here, strict=True)]
+        self.leave()
+
+    def look(self) -> list[Tensor | None]:
+        """What is new in ``param.grad``; gradients that are not there any more are forgotten."""
+        here = [param.grad for param in self.unit.params]
+        pairs, added = enumerate(zip(here, self.marks, strict=True)), self.added
+        removed = [i for i, (g, mark) in pairs if g is not mark is not None and i not in added]
+        for index in removed:
+            self.present[index], self.marks[index] = False, None
+            self.write(index, torch.zeros(self.unit.shapes[index]))
+        if removed and not any(self.present):
+            self.drop()
+        return [None if isinstance(grad, Left) else grad for grad in here]
 
     def settle(self) -> None:
         """Multiply values by the factors that were noted: others are about to be added."""
@@ -95,16 +113,13 @@ class Gradient:
         Several ranks agree on a ``dtype``, if not the unit's, and on the loss ``scale``.
         """
         unit, layout = self.unit, self.layout
-        if self.local is None:  # other ranks have some
-            self.drop_removed()
         bucket, self.local = self.local, None
-        if bucket is None:
+        if bucket is None:  # other ranks have some
             bucket = empty(unit.numel, unit.dtype, unit.device).zero_()
         if layout.comm.size > 1:
             bucket = bucket.to(dtype or unit.dtype)
-        if scale is not None and not self.is_taken:
-            bucket = bucket if scale == self.scale else bucket.mul_(scale / self.scale)
-            self.scale = scale
+        if scale not in (None, self.scale) and not self.is_taken:
+            bucket, self.scale = bucket.mul_(scale / self.scale), scale
         shard = layout.comm.reduce_scatter(unit.name, bucket)
         if layout.sharers.size < layout.comm.size:  # stage 0: every rank has all of it
             shard, work = layout.comm.all_gather(unit.name, shard)
@@ -146,31 +161,19 @@ class Gradient:
 
     def leave(self) -> None:
         """The gradients have left: put what stands for them into ``param.grad``."""
-        for index, param in enumerate(self.unit.params):
-            mark = self.marks[index]
-            if self.present[index] and mark is None:
-                mark = self.marks[index] = Left(self, index)
-            elif mark is not None:
-                mark.is_added = False
-            param.grad = mark
+        unit, marks = self.unit, self.marks
+        forms = zip(unit.params, self.present, unit.shapes, unit.strides, strict=True)
+        for index, (param, present, *form) in enumerate(forms):
+            if present and marks[index] is None:
+                marks[index] = Left(self, index, form, (), object())
+            param.grad = marks[index]
+        self.added.clear()
 
     def agree(self, present: list[bool]) -> None:
         """Take over which parameters have a gradient on any rank."""
         if present != self.present:
             self.present = present
             self.leave()
-
-    def drop_removed(self) -> None:
-        """Forget the gradients that users have removed from ``param.grad``, or replaced there."""
-        removed = []
-        for index, (param, mark) in enumerate(zip(self.unit.params, self.marks, strict=True)):
-            if mark is not None and param.grad is not mark and not mark.is_added:
-                removed.append(index)
-        for index in removed:
-            self.present[index], self.marks[index] = False, None
-            self.write(index, torch.zeros(self.unit.shapes[index]))
-        if removed and not any(self.present):
-            self.drop()
 
     # ---- access ----------------------------------------------------------------------------------
 
@@ -185,13 +188,10 @@ class Gradient:
                 f"{self.unit.names[index]!r} has no gradient: no backward() has given it one, or step() "
                 "or zero_grad() came after it"
             )
-        unit, whole = self.unit, torch.zeros(())
-        if self.is_taken:
-            whole = self.store.whole("grad", index)
+        whole = self.store.whole("grad", index) if self.is_taken else torch.zeros(())
         if self.local is not None:
-            mine = unit.views(self.local)[index].float()
-            whole = whole + mine if self.is_taken else mine
-        return (whole * (self.factors[index] / self.scale)).to(unit.dtype)
+            whole = whole + self.unit.views(self.local)[index].float()
+        return (whole * (self.factors[index] / self.scale)).to(self.unit.dtype)
 
     def meet(self) -> None:
         """Reduce what is on this rank, as all ranks look at gradients together (stage 1, no_sync)."""
@@ -214,9 +214,8 @@ class Gradient:
 
     def zero(self, index: int) -> None:
         """Make one parameter's gradient zeros: a step with them is a step."""
-        self.drop_removed()
+        self.look()
         if not any(self.present):
-            self.drop()
             self.local = empty(self.unit.numel, self.unit.dtype, self.unit.device).zero_()
         self.present[index] = True
         self.write(index, torch.zeros(self.unit.shapes[index]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -39,10 +40,9 @@ class Runtime:
         self.store_of: dict[nn.Parameter, UnitStore] = {}
         self.by_storage: dict[int, UnitStore] = {}  # of full parameters
         self.gathered: dict[UnitStore, None] = {}  # the one used longest ago is first
-        self.held: set[UnitStore] = set()  # not to be released
-        self.num_holding = 0  # contexts that hold units
+        self.held = Counter[UnitStore]()  # not to be released: contexts that hold them
         # traced: (unit, in backward) -> the unit used after it
-        self.following: dict[tuple[UnitStore, bool], UnitStore] = {}
+        self.following: dict[tuple[UnitStore, bool] | None, UnitStore] = {}
         self.last: tuple[UnitStore, bool] | None = None
         self.scaler = LossScaler(None)
         self.depth, self.thread = 0, 0  # of calls of the model, and who makes them
@@ -50,7 +50,7 @@ class Runtime:
         self.makes_graph = False  # that backward was called with create_graph=True
         self.partitions = False  # some parameters are released between uses
         self.handles: dict[UnitStore | None, list[Any]] = {}
-        self.saving: Any = None  # the context of saved tensors, within forward
+        self.saving: Any = contextlib.nullcontext()  # of saved tensors, within forward
         self.around: tuple[Any, Any] = keep, kept  # the hooks around it
         self.broken = ""  # why parameters may not be used
         self.counts = {"gathers": 0, "prefetch_hits": 0}
@@ -67,13 +67,14 @@ class Runtime:
         handles = self.handles[store] = []
         if store.is_partitioned or self.seams.used:
             handles += hooks_around(
-                unit.module, lambda: self.before_forward(store), lambda: self.after_forward(store)
+                unit.module, lambda *_: self.before_forward(store), lambda *_: self.after_forward(store)
             )
         if unit.is_trained:
             self.reducer.waiting[store] = len(unit.params)
             # weak, as the garbage collector does not see what a tensor's hooks refer to
             weak: Callable[[], Any] = weakref.ref(self)
             its: Callable[[], Any] = weakref.ref(store)
+            # disabled for a loop that is compiled whole, with its loss.backward()
             on_grad = torch._dynamo.disable(lambda _: weak().on_grad(its()))
             handles += [p.register_post_accumulate_grad_hook(on_grad) for p in unit.params]
 
@@ -82,7 +83,6 @@ class Runtime:
 
         Inputs are cast to ``dtype``.
         """
-        self.remove(None)
         handles = self.handles[None] = hooks_around(self.model, self.enter, self.leave)
         if dtype is not None:
             cast = self.model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
@@ -96,13 +96,10 @@ class Runtime:
             if module._parameters and module not in inside:
                 handles += hooks_around(module, self.enter, self.leave)
 
-    def remove(self, store: UnitStore | None) -> None:
-        for handle in self.handles.pop(store, []):
-            handle.remove()
-
     def detach(self, store: UnitStore | None) -> None:
         """Remove a unit's hooks; None: the model's."""
-        self.remove(store)
+        for handle in self.handles.pop(store, []):
+            handle.remove()
         if store is None:
             RUNTIMES.discard(self)
             for module in self.model.modules():
@@ -128,28 +125,29 @@ class Runtime:
         finally:
             self.leave()
 
-    def enter(self) -> None:
+    def enter(self, *_: Any) -> None:
         """Begin a call; the outermost one packs what autograd saves."""
         if self.broken:
             raise RuntimeError(self.broken)
+        if in_backward():  # a checkpoint computes again
+            return
         if not self.depth:
             self.thread = get_ident()
+            check_call(self.model, (store.unit for store in self.stores))
+            self.reducer.begin()
+            self.save()
         elif self.partitions and self.thread != get_ident():
             raise RuntimeError(
                 "two threads call the model at once, which needs its parameters in memory: use stage 0, "
                 "1 or 2, or one thread"
             )
-        if not self.depth and not in_backward():
-            check_call(self.model, (store.unit for store in self.stores))
-            self.reducer.begin()
-            if self.partitions and torch.is_grad_enabled():
-                self.save()
         self.depth += 1
 
     def save(self) -> None:
         """Pack what autograd saves from now on; a checkpoint around the call keeps nothing of it."""
         self.around = saving_hooks()
-        if getattr(self.around[0], "__module__", "") == "torch.utils.checkpoint":
+        is_checkpoint = getattr(self.around[0], "__module__", "") == "torch.utils.checkpoint"
+        if is_checkpoint or not self.partitions or not torch.is_grad_enabled():
             return
         saving = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         try:
@@ -161,23 +159,21 @@ class Runtime:
             ) from error
         self.saving = saving
 
-    def leave(self) -> None:
+    def leave(self, *_: Any) -> None:
         # torch calls this too where ``enter``, or a hook of the user's, has raised
-        if self.partitions and self.thread != get_ident():
+        if in_backward() or (self.partitions and self.thread != get_ident()):
             return
         self.depth = max(self.depth - 1, 0)
-        if not self.depth and not in_backward():
-            if self.saving is not None:
-                self.saving.__exit__()
-                self.saving = None
-            self.last = None
+        if not self.depth:
+            saving, self.saving, self.last = self.saving, contextlib.nullcontext(), None
+            saving.__exit__(None, None, None)
             self.release_all()
 
     def forget_calls(self) -> None:
         """No call is in progress: forget those that an interrupt (Ctrl-C) has cut short."""
         self.ending = -1
-        if self.depth > self.num_holding:
-            self.depth = self.num_holding + 1
+        if self.depth and not +self.held:
+            self.depth = 1
             self.leave()
 
     def on_read(self, param: nn.Parameter) -> None:
@@ -190,19 +186,17 @@ class Runtime:
     def use(self, store: UnitStore) -> None:
         """Gather a unit, and start to bring those that followed it last time."""
         backward = in_backward()
-        if backward and store.is_partitioned:
-            self.reducer.before_use(store)
         self.gather(store, backward)
         if store.is_partitioned and self.last != (store, backward):
-            if self.last is not None:
-                self.following[self.last] = store
+            self.following[self.last] = store
             self.last = store, backward
             self.look_ahead(store, backward)
 
     def begin_gather(self, store: UnitStore, backward: bool) -> None:
-        if backward and store.full is None and store.gathering is None:
-            self.reducer.before_gather(store)
-        store.begin_gather()
+        if store.full is None and store.gathering is None:
+            if backward:
+                self.reducer.before_gather(store)
+            store.begin_gather()
 
     def gather(self, store: UnitStore, backward: bool = False) -> None:
         if store.full is None:
@@ -214,10 +208,10 @@ class Runtime:
             self.gathered.pop(store, None)
             self.gathered[store] = None
             self.by_storage[storage_of(store.full)] = store
-        if store.is_partitioned and backward:
-            self.queue_end()
-            for oldest in list(self.gathered)[: -GATHERED_IN_BACKWARD - self.prefetch]:
-                self.release(oldest)
+            if backward:
+                self.queue_end()
+                for oldest in list(self.gathered)[: -GATHERED_IN_BACKWARD - self.prefetch]:
+                    self.release(oldest)
         for used in self.seams.used:
             used(store)
 
@@ -232,7 +226,7 @@ class Runtime:
                 self.begin_gather(store, backward)
 
     def release(self, store: UnitStore) -> None:
-        if store in self.held or store not in self.gathered:
+        if self.held[store] or store not in self.gathered:
             return
         del self.gathered[store]
         self.by_storage.pop(storage_of(store.full), None)
@@ -283,7 +277,9 @@ class Runtime:
         """A parameter's gradient is whole. With its last one a unit is released and reduced."""
         self.queue_end()
         self.makes_graph = torch.is_grad_enabled()  # what a checkpoint computes again always has one
-        if self.reducer.on_grad(store):
+        waiting = self.reducer.waiting
+        waiting[store] -= 1
+        if not waiting[store]:
             self.refuse_backward(store)
             if not self.makes_graph:  # else gradients have a graph, and stay until step()
                 self.release(store)
@@ -320,9 +316,8 @@ class Runtime:
             for store in stores:
                 self.gather(store)
                 stack.callback(self.release, store)
-            outer, num_holding = self.held, self.num_holding
-            self.held, self.num_holding = outer | set(stores), num_holding + 1
-            stack.callback(vars(self).update, held=outer, num_holding=num_holding)
+            self.held.update(stores)
+            stack.callback(self.held.subtract, stores)
             yield
 
 
@@ -368,12 +363,12 @@ def nothing(*_: Any) -> None:
 
 
 def hooks_around(
-    module: nn.Module, before: Callable[[], None], after: Callable[[], None]
+    module: nn.Module, before: Callable[..., None], after: Callable[..., None]
 ) -> list[Any]:
     """Call ``before`` and ``after`` around each forward of ``module``."""
     return [
-        module.register_forward_pre_hook(Hook(lambda *_: before()), prepend=True),
-        module.register_forward_hook(Hook(lambda *_: after()), always_call=True),
+        module.register_forward_pre_hook(Hook(before), prepend=True),
+        module.register_forward_hook(Hook(after), always_call=True),
     ]
 
 
