@@ -38,10 +38,10 @@ def gather(
         if kind != "param":
             yield from gathered_states(wanted, places, kind, write)
             return
-        for runtime in RUNTIMES:
-            stores = [store for store, _ in places.values() if store in runtime.handles]
-            if stores:
-                stack.enter_context(runtime.holding(list(dict.fromkeys(stores))))
+        stores = dict.fromkeys(store for store, _ in places.values())
+        owners = {store: owner for owner in RUNTIMES for store in owner.stores}
+        for runtime in dict.fromkeys(map(owners.__getitem__, stores)):  # on all ranks in one order
+            stack.enter_context(runtime.holding([s for s in stores if owners[s] is runtime]))
         try:
             yield wanted  # type: ignore[misc]
             if write:
