@@ -1,29 +1,31 @@
-"""Folders that several runs know of: one of them saves into a folder at a time, and what another machine may still use is left alone."""
+"""Folders of checkpoints: one run saves into one at a time, the newest is found, and a rank that is killed leaves the old one whole."""
 
 from __future__ import annotations
 
-import gc
 import os
+import re
 import signal
 import textwrap
 from pathlib import Path
 
 import pytest
 
-import zk
-from tests.models import train
-from tests.programs import Program
-from tests.test_load import made
-from zk.checkpoint import folders
+from tests.core.test_checkpoint import differ, make, snapshot, there, train
+from tests.programs import Program, rank_of
+from tests.world import free_port
+from zk.checkpoint import CheckpointError, folders
+from zk.checkpoint.export import export
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SAVES = textwrap.dedent(
     """
     import os, sys, time
-    from tests.models import train
-    from tests.test_load import made
-    model, optimizer = made()
-    train(model, optimizer, steps=1)
-    optimizer.save_checkpoint(sys.argv[1])
+    from pathlib import Path
+    from tests.core.test_checkpoint import make, train
+    run = make("2-host", Path(sys.argv[1]))
+    train(*run, 0, 1)
+    run[1].save_checkpoint(sys.argv[1])
     if sys.argv[2] == "fork" and not os.fork():
         time.sleep(60)
         os._exit(0)
@@ -38,63 +40,82 @@ def test_a_second_run_is_refused_until_the_first_one_has_ended(forks: str, tmp_p
     other = Program("-c", SAVES, str(tmp_path), forks)
     try:
         assert other.stdout.readline() == "saved\n"
-        model, optimizer = made()
-        train(model, optimizer, steps=2)
+        run = make("2-host", tmp_path)
+        train(*run, 0, 2)
         said = rf"another run saves into this folder \(host {os.uname().nodename}, pid {other.pid}, since 20..-..-..T.*\).*{tmp_path}"
         for options in ({}, {"async_save": True}):
             with pytest.raises(OSError, match=said):
-                optimizer.save_checkpoint(tmp_path, **options)
-                optimizer.synchronize()
-        assert optimizer.save_checkpoint(tmp_path, on_save_error="warn") is None
-        assert [path.name for path in folders.whole(tmp_path)] == ["step-00000001"]
-        other.send_signal(signal.SIGKILL)
-        other.wait()
-        optimizer.save_checkpoint(tmp_path)  # the kernel has let go of the lock; a process that was forked does not hold it
-        assert (tmp_path / ".lock").exists()
-        optimizer.close()
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
+                run[1].save_checkpoint(tmp_path, **options)
+                run[1].synchronize()
+        assert run[1].save_checkpoint(tmp_path, on_save_error="warn") is None
+        assert there(tmp_path) == ["latest", "step-00000001"]
     finally:
         other.kill()
+    other.wait()
+    run[1].save_checkpoint(tmp_path)  # the kernel has let go of the lock; a process that was forked does not hold it
+    assert there(tmp_path) == ["latest", "step-00000001", "step-00000002"]
 
 
-def test_optimizers_of_one_process_may_save_into_one_folder(tmp_path: Path) -> None:
-    first, second = made()[1], made()[1]
-    first.save_checkpoint(tmp_path)
-    second.save_checkpoint(tmp_path)
-    first.close()
-    assert (tmp_path / ".lock").exists()
-    second.close()
-    assert not (tmp_path / ".lock").exists()
-    dropped = made()[1]
-    dropped.save_checkpoint(tmp_path)
-    del dropped
-    gc.collect()
-    assert not (tmp_path / ".lock").exists()
+def test_optimizers_of_one_process_may_save_into_one_folder_and_let_go_of_it(tmp_path: Path) -> None:
+    runs = [make("2-host", tmp_path) for _ in range(2)]
+    for run in runs:
+        run[1].save_checkpoint(tmp_path)
+    other = Program("-c", SAVES, str(tmp_path), "alone")
+    assert "another run saves" in other.communicate()[1]
+    for run in runs:
+        run[1].close()
+    other = Program("-c", SAVES, str(tmp_path), "alone")
+    assert other.stdout.readline() == "saved\n"
+    other.kill()
 
 
 def test_the_newest_is_what_was_finished_last(tmp_path: Path) -> None:
-    model, optimizer = made()
+    run = make("2-host", tmp_path)
     for step in range(6):
-        train(model, optimizer, start=step, steps=1)
-        optimizer.save_checkpoint(tmp_path)
-    optimizer.load_checkpoint(tmp_path / "step-00000001")
-    train(model, optimizer, start=1, steps=2)
-    optimizer.save_checkpoint(tmp_path, keep=2)
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003", "step-00000006"], "the old step 3 was replaced"
+        train(*run, step, step + 1)
+        run[1].save_checkpoint(tmp_path)
+    run[1].load_checkpoint(tmp_path / "step-00000001")
+    train(*run, 1, 3)
+    run[1].save_checkpoint(tmp_path, keep=2)
+    assert there(tmp_path) == ["latest", "step-00000003", "step-00000006"], "the old step 3 was replaced"
     (tmp_path / "latest").unlink()
-    found = folders.latest(tmp_path)
-    assert found is not None and found.name == "step-00000003"
-    optimizer.close()
+    assert folders.find(tmp_path).name == "step-00000003"
+    os.mkfifo(tmp_path / "latest")  # which nobody waits for
+    run[1].load_checkpoint(tmp_path)
+    assert run[1].num_steps == 3
 
 
-def test_names_that_dead_processes_left_are_in_nobodys_way(tmp_path: Path) -> None:
-    for name in (f".latest.{os.getpid()}.tmp", ".latest.1.tmp"):
-        (tmp_path / name).write_text("half")
+def test_latest_may_name_a_folder_of_checkpoints(tmp_path: Path) -> None:
+    run = make("2-host", tmp_path)
+    for step, tag in enumerate(("z1", "a2", "t3")):
+        train(*run, step, step + 1)
+        run[1].save_checkpoint(tmp_path / tag)
+    for path in (tmp_path / "latest", tmp_path / "t3" / "latest"):
+        path.write_text("a2\n")  # neither the last in time nor the last by name
+    export(tmp_path, tmp_path / "out")
+    run[1].load_checkpoint(tmp_path)
+    assert run[1].num_steps == 2
+    (tmp_path / "latest").write_text("gone")
+    with pytest.raises(CheckpointError, match=r"gone has no checkpoint"):
+        run[1].load_checkpoint(tmp_path)
+
+
+def test_a_crash_leaves_what_is_in_nobodys_way(tmp_path: Path) -> None:
+    run = make("3-host", tmp_path)
+    train(*run, 0, 1)
+    folder = run[1].save_checkpoint(tmp_path)
+    want = snapshot(*run[:2])
+    folder.rename(tmp_path / ".step-00000001.replaced")  # between two renames
     (tmp_path / ".step-00000000.0123abcd.partial").mkdir()
-    _, optimizer = made()
-    optimizer.save_checkpoint(tmp_path)
-    optimizer.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000000"]
+    (tmp_path / ".latest.tmp").write_text("half")
+    again = make("2-host", tmp_path)
+    again[1].load_checkpoint(tmp_path)
+    assert differ(snapshot(*again[:2]), want) == []
+    run[1].save_checkpoint(tmp_path)
+    assert there(tmp_path) == ["latest", "step-00000001"]
+    (folder / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="has lost its manifest"):  # and no older one is taken for it
+        run[1].load_checkpoint(tmp_path)
 
 
 def test_a_folder_that_cannot_be_locked_is_saved_into_with_a_warning(
@@ -103,8 +124,80 @@ def test_a_folder_that_cannot_be_locked_is_saved_into_with_a_warning(
     def no_locks(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(folders.fcntl, "flock", no_locks)
-    _, optimizer = made()
-    assert isinstance(optimizer, zk.ZeroOptimizer) and optimizer.save_checkpoint(tmp_path) is not None
+    monkeypatch.setattr(folders.fcntl, "lockf", no_locks)
+    assert make("2-host", tmp_path)[1].save_checkpoint(tmp_path) is not None
     assert "cannot be locked" in caplog.text
-    optimizer.close()
+
+
+# ---- a rank that is killed -----------------------------------------------------------------------------
+
+RANK = textwrap.dedent(
+    """
+    import os, signal, sys, threading
+    from pathlib import Path
+    from tests.core.test_checkpoint import make, mock, save, train
+    import torch.distributed as dist
+    setting, folder, moment = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    dist.init_process_group("gloo")
+    run = make(setting, folder)
+    is_victim = os.environ["RANK"] == "1"
+
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def slow(path, entries, values, metadata):
+        return write(path, entries, (threading.Event().wait(0.001) or value for value in values), metadata)
+
+    write = save.write_file
+    train(*run, 0, 1)
+    run[1].save_checkpoint(folder / "saved")
+    train(*run, 1, 2)
+    if moment == "ends":
+        mock.patch.object(save, "write_file", slow).start()
+        run[1].save_checkpoint(folder / "saved", async_save=True)
+        sys.exit()
+    names = {"writes": "write_file", "has written": "write_durably", "beside": "write_file"}
+    if is_victim and moment in names:
+        mock.patch.object(save, names[moment], die).start()
+    elif is_victim:
+        die()
+    run[1].save_checkpoint(folder / "saved", async_save=moment == "beside")
+    for step in range(2, 1000):
+        train(*run, step, step + 1)
+    """
+)
+
+
+def ranks_that(moment: str, setting: str, folder: Path) -> list[tuple[int | None, str]]:
+    """How each of two ranks ends, and what it says."""
+    port = free_port()
+    ranks = [Program("-c", RANK, setting, str(folder), moment, env=rank_of(2, rank, port)) for rank in range(2)]
+    try:
+        said = [rank.communicate(120.0)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, words) for rank, words in zip(ranks, said, strict=True)]
+
+
+def test_ranks_that_end_end_their_save_first(tmp_path: Path) -> None:
+    for code, said in ranks_that("ends", "2-host", tmp_path):
+        assert code == 0 and "not saved" not in said, said
+    assert (tmp_path / "saved" / "latest").read_text() == "step-00000002\n"
+
+
+MOMENTS = (("writes", "3-nvme"), ("has written", "2-host"), ("beside", "3-host"), ("is about to save", "1-device"))
+
+
+@pytest.mark.parametrize(("moment", "setting"), MOMENTS)
+def test_a_rank_that_is_killed_during_a_save_leaves_the_old_checkpoint_whole(moment: str, setting: str, tmp_path: Path) -> None:
+    """The other one ends soon and says so."""
+    (code, said), (killed, _) = ranks_that(moment, setting, tmp_path)
+    assert code == 1 and killed == -signal.SIGKILL
+    assert re.search(r"rank 0 of 2: .* failed, as another rank is gone", said), said[-3000:]
+    assert folders.find(tmp_path / "saved").name == "step-00000001"
+    run = make("3-host", tmp_path)
+    run[1].load_checkpoint(tmp_path / "saved")
+    assert run[1].num_steps == 1
+    run[1].save_checkpoint(tmp_path / "saved")
+    assert there(tmp_path / "saved") == ["latest", "step-00000001"] and there(tmp_path) == ["saved"]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import itertools
+import json
 import os
-import random
 import shutil
-import socket
 import tempfile
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,9 +23,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zk
-import zk as first_zk
 from tests.models import DEVICE, GPT, batch, loss_of
-from tests.programs import Program, run
+from tests.programs import run
+from tests.soak import soak
 from tests.world import run_world
 from zk import CheckpointError, store
 from zk.checkpoint import files, save
@@ -46,7 +45,7 @@ EXACT: dict[str, Any] = {"dtype": "fp32", "clip_grad_norm": None}  # one rank an
 Made = tuple[GPT, Any, Any]
 
 
-def make(setting: str, drive: Path, variant: str = "frozen", core: Any = zk, **options: Any) -> Made:
+def make(setting: str, drive: Path, variant: str = "frozen", **options: Any) -> Made:
     torch.manual_seed(0)
     model = GPT(variant)
     model.register_buffer("seen", torch.zeros(3, device=DEVICE))
@@ -57,7 +56,7 @@ def make(setting: str, drive: Path, variant: str = "frozen", core: Any = zk, **o
         group["lr"] = copy.deepcopy(group["lr"])  # one tensor in two groups would decay twice
     path = {"nvme_path": drive} if "nvme" in setting else {}
     options = {"dtype": "bf16", "clip_grad_norm": 0.5, **SETTINGS[setting], **path, **options}
-    optimizer = core.ZeroOptimizer(model, inner, **options)
+    optimizer = zk.ZeroOptimizer(model, inner, **options)
     return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
@@ -154,18 +153,74 @@ def test_every_kind_of_state_comes_back_bit_for_bit(case: str, tmp_path: Path) -
     assert train(*again, 3, 5) == losses
 
 
-@pytest.mark.parametrize("case", STATES)
-@pytest.mark.parametrize("is_new_first", (False, True), ids=("the first zk's", "the first zk"))
-def test_the_first_zk_and_this_one_read_what_the_other_has_written(is_new_first: bool, case: str, tmp_path: Path) -> None:
-    first, second = (zk, first_zk) if is_new_first else (first_zk, zk)
-    if case == "amsgrad" and is_new_first:
-        pytest.skip("the first zk does not expect a count beside these states")
-    run = make("3-host", tmp_path, core=first, **STATES[case])
-    train(*run, 0, 3)
-    run[1].save_checkpoint(tmp_path, scheduler=run[2], extra={"epoch": 3})
-    again = make("1-device", tmp_path, core=second, **STATES[case])
-    assert again[1].load_checkpoint(tmp_path, scheduler=again[2]) == {"epoch": 3}
-    assert train(*again, 3, 5) == train(*run, 3, 5)
+def test_a_loss_scale_comes_back_and_starts_anew_where_there_was_none(tmp_path: Path) -> None:
+    make("3-host", tmp_path)[1].save_checkpoint(tmp_path)
+    half = make("2-host", tmp_path, dtype="fp16", loss_scale=zk.DynamicLossScale(init=512.0, window=2))
+    half[1].load_checkpoint(tmp_path)
+    assert half[1].metrics()["loss_scale"] == 512
+    train(*half, 0, 3)
+    assert half[1].metrics()["loss_scale"] == 1024
+    half[1].save_checkpoint(tmp_path)
+    again = make("3-host", tmp_path, dtype="fp16", loss_scale=zk.DynamicLossScale(init=512.0, window=2))
+    again[1].load_checkpoint(tmp_path)
+    assert again[1].metrics()["loss_scale"] == 1024 and train(*again, 3, 4) == train(*half, 3, 4)
+    assert again[1].metrics()["loss_scale"] == 2048, "the clean step before the save counts"
+
+
+class OfOnesOwn(torch.optim.lr_scheduler.LRScheduler):
+    """A scheduler with a state that is there only after a while."""
+
+    def get_lr(self) -> list[float]:
+        self.seen = (*getattr(self, "seen", ()), self.last_epoch)
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def of_several(optimizer: Any) -> Any:
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
+    drops = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], gamma=0.5)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, drops], [3])
+
+
+@pytest.mark.parametrize("kind", (of_several, OfOnesOwn))
+def test_any_scheduler_goes_on_as_it_would_have(kind: Any, tmp_path: Path) -> None:
+    model, optimizer, _ = make("2-host", tmp_path)
+    scheduler = kind(optimizer)
+    train(model, optimizer, scheduler, 0, 2)
+    optimizer.save_checkpoint(tmp_path, scheduler=scheduler)
+    train(model, optimizer, scheduler, 2, 6)
+    model, optimizer, _ = make("3-host", tmp_path)
+    again = kind(optimizer)
+    optimizer.load_checkpoint(tmp_path, scheduler=again)
+    train(model, optimizer, again, 2, 6)
+    assert again.get_last_lr() == scheduler.get_last_lr()
+    assert [*getattr(again, "seen", ())] == [*getattr(scheduler, "seen", ())]
+
+
+def test_parameters_that_came_later_are_saved_as_they_are(tmp_path: Path) -> None:
+    runs = [make(setting, tmp_path) for setting in ("2-host", "3-host")]
+    for number, (model, _, _) in enumerate(runs):
+        model.average = nn.Linear(3, 3)
+        nn.init.constant_(model.average.weight, float(number))
+    runs[0][1].save_checkpoint(tmp_path / "saved")
+    runs[1][1].load_checkpoint(tmp_path / "saved")
+    assert (runs[1][0].average.weight == 0).all()
+    (file,) = export(tmp_path / "saved", tmp_path / "out").files
+    for found in (load_file(file), runs[1][1].consolidated_state_dict()):
+        assert (found["average.weight"] == 0).all()
+
+
+def test_what_is_saved_is_plain_safetensors_with_the_masters_in_full_precision(saved: Path) -> None:
+    tensors = load_file(saved / "rank-00000-of-00001.safetensors")
+    manifest = json.loads((saved / "manifest.json").read_text())
+    (file,) = export(saved, saved.parent / "fp32", torch.float32).files
+    masters, seen = load_file(file), 0
+    for number, unit in enumerate(manifest["units"]):
+        for param in unit["params"] if unit["trained"] else ():
+            want = masters[param["name"]].flatten()
+            assert torch.equal(tensors[f"master/{number}/0"][param["offset"] :][: want.numel()], want)
+            assert param["dtype"] == "bfloat16" and param["steps"] == 2
+            seen += 1
+    assert seen > 5
 
 
 # ---- ranks -------------------------------------------------------------------------------------------
@@ -206,28 +261,72 @@ def test_ranks_stages_and_tiers_change_in_one_chain(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step-00000008\n"
 
 
-def run_failures(folder: str) -> list[str]:
-    """What each rank says of faults of one of them."""
-    root, said = Path(folder), []
-    rank = dist.get_rank()
-    run = make("0-host", root)
-    run[1].save_checkpoint(root / "good")
-    for beside in (False, True):
-        with pytest.raises(OSError) as refused, mock.patch.object(files, "reserve", full if rank == 1 else files.reserve):
-            run[1].save_checkpoint(root / "full", async_save=beside)
-            run[1].synchronize()
-        said.append(str(refused.value))
-    with pytest.raises(CheckpointError) as other:
-        run[1].load_checkpoint(root / ("good" if rank == 0 else "full"))
-    train(*run, 0, 1)
-    return [*said, str(other.value), str(there(root / "full"))]
+def said_by(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (Exception, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def failing(owner: Any, name: str, at: int, error: BaseException) -> Any:
+    """On the second rank, call number ``at`` fails."""
+    calls, real = itertools.count(1), getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        if next(calls) == at and dist.get_rank() == 1:
+            raise error
+        return real(*args, **options)
+
+    return mock.patch.object(owner, name, call)
+
+
+def run_failures(folder: str) -> dict[str, str]:
+    """What each rank says of faults of one of them, after each of which all go on together."""
+    root, rank, broken = Path(folder), dist.get_rank(), OSError(5, "the drive of the second rank")
+    with mock.patch.object(store, "CHUNK_NUMEL", 2048):
+        run = make("3-nvme", root, **EXACT)
+        train(*run, 0, 1)
+        run[1].save_checkpoint(root / "good", scheduler=run[2])
+        losses, want = train(*run, 1, 2), snapshot(*run[:2])
+        faults: dict[str, tuple[Callable[[], object], Any]] = {
+            "room": (lambda: run[1].save_checkpoint(root / "full"), failing(files, "reserve", 1, broken)),
+            "naming": (lambda: run[1].save_checkpoint(root / "full"), failing(save, "write_durably", 1, broken)),
+            "extra": (lambda: run[1].save_checkpoint(root / "full", extra=object() if rank else 0), contextlib.nullcontext()),
+            "nothing": (lambda: run[1].load_checkpoint(root / ("full" if rank else "good"), scheduler=run[2]), contextlib.nullcontext()),
+            "another": (lambda: run[1].load_checkpoint(root / ("other" if rank else "good"), scheduler=run[2]), contextlib.nullcontext()),
+        }
+        run[1].save_checkpoint(root / "other", scheduler=run[2], extra=1)
+        shutil.copytree(root / "other" / "step-00000002", root / "other" / "step-00000001", dirs_exist_ok=True) if rank == 0 else None
+        dist.barrier()
+        found = {}
+        for what, (call, fault) in faults.items():
+            with fault:
+                found[what] = said_by(call)
+            assert differ(snapshot(*run[:2]), want) == [], what
+        beside = lambda: (run[1].save_checkpoint(root / "full", async_save=True), run[1].synchronize())  # noqa: E731
+        with failing(files, "reserve", 1, broken):
+            found["beside"] = said_by(beside)
+        found["left"] = str(there(root / "full"))
+        with failing(files.Tensors, "elements", 5, broken):
+            found["reading"] = said_by(lambda: run[1].load_checkpoint(root / "good", scheduler=run[2]))
+        found["a step then"] = said_by(run[1].step)
+        run[1].load_checkpoint(root / "good", scheduler=run[2])
+        assert train(*run, 1, 2) == losses and differ(snapshot(*run[:2]), want) == []
+    return found
 
 
 def test_what_fails_on_one_rank_is_heard_by_name_on_all(tmp_path: Path) -> None:
-    first, second = run_world(2, run_failures, [str(tmp_path)])[0]
-    for number in (0, 1):
-        assert "failed elsewhere: on rank 1, OSError: [Errno 28]" in first[number] and "No space left" in second[number]
-    assert "step-00000000" in first[2] and first[3] == second[3] == "[]"
+    for rank, found in enumerate(run_world(2, run_failures, [str(tmp_path)], timeout=60)[0]):
+        assert isinstance(found, dict), found
+        said = "OSError: [Errno 5] the drive of the second rank"
+        for what in ("room", "naming", "beside", "reading"):
+            assert (said if rank else f"failed elsewhere: on rank 1, {said}") in found[what], (rank, what, found[what])
+        assert "step-00000002" in found["room"] or rank
+        assert "TypeError" in found["extra"] and "CheckpointError" in found["nothing"] and "manifest.json is missing" in found["nothing"]
+        assert found["another"].startswith("CheckpointError") and "its checksum is" in found["another"]
+        assert found["left"] == "[]"
+        assert "was interrupted" in found["a step then"] and "makes all of it whole again" in found["a step then"]
 
 
 # ---- in the background -------------------------------------------------------------------------------
@@ -497,71 +596,25 @@ def test_a_crash_between_two_renames_loses_nothing(tmp_path: Path) -> None:
         run[1].load_checkpoint(tmp_path)
 
 
-def test_a_second_run_is_kept_out_of_the_folder(victim: Made, tmp_path: Path) -> None:
-    program = f"""
-from pathlib import Path
-from tests.core.test_checkpoint import make
-try:
-    make("3-host", Path({str(tmp_path)!r}))[1].save_checkpoint({str(tmp_path / "saved")!r})
-except OSError as error:
-    print(error)
-"""
-    victim[1].save_checkpoint(tmp_path / "saved")
-    said = run("-c", program, check=True).stdout
-    assert f"another run saves into this folder (host {socket.gethostname()}, pid {os.getpid()}, since 2" in said
-
-
-LIFE = """
-import sys
-from pathlib import Path
-from tests.core.test_checkpoint import make, train
-folder, setting, beside = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "beside"
-made = make(setting, folder)
-if (folder / "saved" / "latest").exists():
-    made[1].load_checkpoint(folder / "saved", scheduler=made[2])
-print("from", made[1].num_steps, flush=True)
-for step in range(made[1].num_steps, 400):
-    print(step, *train(*made, step, step + 1), flush=True)
-    made[1].save_checkpoint(folder / "saved", scheduler=made[2], keep=2, async_save=beside)
-    print("saved", step, flush=True)
-"""
-
-
 def test_killed_at_any_moment_the_newest_whole_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
-    draw, known, saved = random.Random(0), dict[str, str](), 0
-    lives = (("3-nvme", "beside"), ("0-host", "between"), ("3-host", "beside"), ("1-device", "between"))
-    for setting, when in lives:
-        program = Program("-c", LIFE, str(tmp_path), setting, when)
-        start = int(next(program.stdout).split()[1])
-        assert start >= saved - (when == "beside") - 1
-        for line in program.stdout:
-            step, loss = line.split()
-            if step != "saved":
-                assert known.setdefault(step, loss) == loss
-            elif int(loss) > start + 3:
-                saved = int(loss)
-                time.sleep(draw.uniform(0, 0.03))
-                program.kill()
-                break
-        assert program.wait() == -9
-    assert len(known) > 12
+    assert soak(4, 0, list(SETTINGS), tmp_path) >= 4  # `make soak` kills 50 times, and one of two ranks as often
 
 
-# ---- the first zk, tiles, orders ---------------------------------------------------------------------
+# ---- 0.1.0, tiles, orders ---------------------------------------------------------------------
 
 FIXTURE = Path(__file__).parent / "checkpoint_of_0_1_0"
 
 
-def tiled(core: Any, is_tiled: bool = True) -> tuple[nn.Module, Any]:
+def tiled(is_tiled: bool) -> tuple[nn.Module, Any]:
     """A layer that may be in tiles, one in channels_last, a frozen one in bf16."""
     torch.manual_seed(0)
     layers = (nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 12), nn.Linear(12, 3))
     model = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model[3].requires_grad_(False)
     if is_tiled:
-        core.tile_linears(model, 200)
+        zk.tile_linears(model, 200)
     inner = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    return model, core.ZeroOptimizer(model, inner, stage=3, dtype="bf16")
+    return model, zk.ZeroOptimizer(model, inner, stage=3, dtype="bf16")
 
 
 def step_of(model: nn.Module, optimizer: Any) -> float:
@@ -572,17 +625,9 @@ def step_of(model: nn.Module, optimizer: Any) -> float:
     return loss.item()
 
 
-def write_fixture() -> None:
-    """Run with the first zk: python -c "from tests.core.test_checkpoint import *; write_fixture()"."""
-    model, optimizer = tiled(first_zk)
-    losses = [step_of(model, optimizer) for _ in range(2)]
-    optimizer.save_checkpoint(FIXTURE, extra={"losses": losses})
-    torch.save([step_of(model, optimizer) for _ in range(2)], FIXTURE / "losses.pt")
-
-
 @pytest.mark.parametrize("is_tiled", (False, True), ids=("whole", "tiled"))
 def test_a_checkpoint_of_0_1_0_loads_from_its_files(is_tiled: bool, tmp_path: Path) -> None:
-    model, optimizer = tiled(zk, is_tiled)
+    model, optimizer = tiled(is_tiled)
     extra = optimizer.load_checkpoint(FIXTURE)
     assert len(extra["losses"]) == 2 and optimizer.num_steps == 2
     weights = optimizer.consolidated_state_dict("fp32")
@@ -590,30 +635,6 @@ def test_a_checkpoint_of_0_1_0_loads_from_its_files(is_tiled: bool, tmp_path: Pa
     assert differ(load_file(file), weights) == []
     folder = optimizer.save_checkpoint(tmp_path)
     assert [step_of(model, optimizer) for _ in range(2)] == torch.load(FIXTURE / "losses.pt")
-    model, optimizer = tiled(zk, not is_tiled)
+    model, optimizer = tiled(not is_tiled)
     assert optimizer.load_checkpoint(folder) is None
     assert differ(optimizer.consolidated_state_dict("fp32"), weights) == []
-
-
-# ---- a plain model -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", (None, torch.bfloat16, torch.float32))
-def test_an_exported_model_is_the_consolidated_one_and_loads_into_the_plain_one(dtype: torch.dtype | None, tmp_path: Path) -> None:
-    run = make("3-host", tmp_path, "tied")
-    train(*run, 0, 2)
-    run[1].save_checkpoint(tmp_path / "saved")
-    done = export(tmp_path / "saved", tmp_path / "out", dtype, shard_nbytes=5_000)
-    want = run[1].consolidated_state_dict(dtype)
-    plain = GPT("tied")
-    plain.register_buffer("seen", torch.zeros(3))
-    plain.load_state_dict(want)
-    found: dict[str, Tensor] = {}
-    for file in done.files:
-        found |= load_file(file)
-    found |= {other: found[kept] for other, kept in done.tied.items()}
-    assert len(done.files) > 2 and differ(found, want) == []
-    with pytest.raises(ValueError, match="not an empty folder"):
-        export(tmp_path / "saved", tmp_path / "out")
-    weights = run[1].consolidated_state_dict(names=["head.weight"])
-    assert [name for name in weights if name not in ("seen",)] == ["head.weight"]

@@ -47,7 +47,7 @@ def export(
 
     Args:
         checkpoint: what ``save_checkpoint`` was given (the newest one is taken), or one step's folder.
-        out: must not exist, or be empty.
+        out: must not exist.
         dtype: of parameters (masters are rounded once); None keeps each in the precision it was
             trained in. Integers, codes and buffers stay as they are.
         shard_nbytes: a file is closed before it gets larger than this.
@@ -57,13 +57,13 @@ def export(
     Raises:
         CheckpointError: for a checkpoint that is not whole, or a value that does not fit in
             ``dtype``; nothing is left in ``out`` then.
-        ValueError: if ``out`` is in use.
+        ValueError: if ``out`` exists.
     """
     if shard_nbytes < 1:
         raise ValueError(f"a file must be allowed at least 1 byte; got {shard_nbytes}")
     out = out.resolve()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not an empty folder; name a new one")
+    if out.exists():
+        raise ValueError(f"{out} exists: name a new folder")
     manifest = Manifest.read(folders.find(checkpoint))
     manifest.check_files()
     weights = manifest.weights()

@@ -168,7 +168,7 @@ def revived(value: Any, here: Any = None) -> Any:
         made = old.copy()  # of its class: a Counter, say
         made.clear()
         pairs = value.get("__items__", value.items())
-        made.update((key, revived(item, old.get(key))) for key, item in pairs)
+        made.update({key: revived(item, old.get(key)) for key, item in pairs})
         return made
     is_tensor = isinstance(here, Tensor) and isinstance(value, (int, float))
     return torch.full_like(here, value) if is_tensor else value

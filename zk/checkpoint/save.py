@@ -301,9 +301,9 @@ class Saver(Addon):
     def start(self, save: Save, quiet: bool) -> None:
         """Write ``save`` from now on. ``quiet``: what the drive refuses is logged, and not raised."""
         comm = self.own = self.own or own_comm(self.layout.comm)
+        save.buffers = {name: value.clone() for name, value in save.buffers.items()}
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)  # the thread follows no stream of training
-        save.buffers = {name: value.clone() for name, value in save.buffers.items()}
         self.beside, save.beside.room = save.beside, self.room()
         pool = ThreadPoolExecutor(1, "zk-save")  # a program that ends waits for it
         self.quiet, self.begun, self.future = quiet, True, pool.submit(self.run, save, comm)
