@@ -5,7 +5,7 @@
     StepRule    any other elementwise optimizer, by its own step() over a parameter that is the slice
 
 A field is (n,), named by what it holds: "param", "master" (or the bits that the parameter lacks of
-it), and the optimizer's own ("exp_avg", "momentum_buffer", ...).
+it), and the optimizer's own ("exp_avg", "momentum_buffer", ...). A group is one of param_groups.
 """
 
 from __future__ import annotations
@@ -38,17 +38,12 @@ class Codec:
     fields: Mapping[str, torch.dtype]
     """Name -> dtype of what rests on the optimizer's tier."""
 
-    def start(self, fields: Fields, masters: Tensor) -> None:
-        """Set fields to ``masters`` (n,) and to zero for all else."""
-        codec.start(fields, masters.to(fields["param"].device))
-
-    def read(self, fields: Fields, name: str) -> Tensor:
-        """(n,): the "master" in fp32, or another field."""
-        return codec.read(fields, name)
-
-    def write(self, fields: Fields, values: Mapping[str, Tensor]) -> None:
-        """Overwrite what ``values`` has: the master and the parameter with it, or other fields."""
-        codec.write(fields, values)
+    start = staticmethod(codec.start)
+    """(fields, masters): set fields to ``masters`` (n,) and to zero for all else."""
+    read = staticmethod(codec.read)
+    """(fields, name): the "master" (n,) in fp32, or another field."""
+    write = staticmethod(codec.write)
+    """(fields, values): overwrite the master and the parameter with it, or other fields."""
 
     def pre_gather(self, shard: Tensor) -> Tensor:
         """What ranks send each other of a parameter's ``shard`` (n,)."""
@@ -72,8 +67,7 @@ class Rule:
 
     def codec(self, dtype: torch.dtype) -> Codec:
         """How ``dtype`` parameters and their states are kept."""
-        kept = codec.state_fields(dtype, self.names, torch.float32, self.splits_masters)
-        return Codec(kept)
+        return Codec(codec.state_fields(dtype, self.names, torch.float32, self.splits_masters))
 
     def update(
         self, codec: Codec, fields: Fields, grad: Tensor, group: Group, step: int, scale: float
@@ -98,6 +92,12 @@ class AdamRule(Rule):
     names = "exp_avg", "exp_avg_sq"
     splits_masters = True
 
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner)
+        self.decoupled = isinstance(inner, torch.optim.AdamW)  # where groups do not say it
+        # scalars of a step, which most runs share; with a group, that no other has its id
+        self.made: dict[Any, tuple[AdamStep, Group]] = {}
+
     def check(self, group: Group) -> None:
         if group.get("amsgrad"):
             raise ValueError(
@@ -108,8 +108,11 @@ class AdamRule(Rule):
     def update(
         self, codec: Codec, fields: Fields, grad: Tensor, group: Group, step: int, scale: float
     ) -> None:
-        decoupled = group.get("decoupled_weight_decay", isinstance(self.inner, torch.optim.AdamW))
-        scalars = AdamStep.of(group, decoupled, step, scale)
+        key = id(group), step, scale
+        if key not in self.made:
+            self.made = {} if len(self.made) > 64 else self.made
+            self.made[key] = AdamStep.of(group, self.decoupled, step, scale), group
+        scalars, _ = self.made[key]
         moments = fields["exp_avg"], fields["exp_avg_sq"]
         adam_(fields["param"], grad, fields.get("master"), *moments, scalars)
 
@@ -123,14 +126,12 @@ class StepRule(Rule):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner)
         self.known: dict[tuple[int, int], dict[str, Tensor]] = {}
-        self.names = ()
         group = inner.param_groups[0]
         # states may have been begun by the optimizer's own __init__, or by training
         begun = inner.state.get(group["params"][0], {})
-        self.starts_empty = not begun
+        self.first = numbers_of(begun) if begun.get("step", 1) == 0 else {}  # Adagrad's
         state = begun or self.step_of_ones(group, {})
         self.names = tuple(name for name, value in state.items() if is_field(value))
-        self.first = numbers_of(begun)
 
     def update(
         self, codec: Codec, fields: Fields, grad: Tensor, group: Group, step: int, scale: float
@@ -138,8 +139,10 @@ class StepRule(Rule):
         master = codec.read(fields, "master")
         param = nn.Parameter(master)
         param.grad = grad.float() * scale if scale != 1.0 else grad.float()
-        kept = {name: fields[name] for name in self.names} | self.copies(group, step - 1)
-        after = self.run(group, param, {} if step == 1 and self.starts_empty else kept)
+        state: dict[str, Any] = {}
+        if step > 1 or self.first:
+            state = {name: fields[name] for name in self.names} | self.numbers(group, step - 1)
+        after = self.run(group, param, state)
         if {name for name, value in after.items() if is_field(value)} != set(self.names):
             raise ValueError(
                 f"options of a {type(self.inner).__name__} ask for other states than {self.names}: give "
@@ -155,6 +158,7 @@ class StepRule(Rule):
         worker = copy.copy(self.inner)
         plain = {name: value for name, value in PLAIN.items() if name in group}
         worker.param_groups = [{**group, **plain, "params": [param]}]
+        state = {n: v if is_field(v) else copy.deepcopy(v) for n, v in state.items()}
         worker.state = defaultdict(dict, {param: state} if state else {})
         worker.step()
         return dict(worker.state[param])
@@ -165,8 +169,8 @@ class StepRule(Rule):
         while first and (key, first) not in self.known:
             first -= 1
         for count in range(first, step):
-            before = self.known[key, count] if count else self.first
-            self.know(group, count + 1, numbers_of(self.step_of_ones(group, before)))
+            after = self.step_of_ones(group, self.known[key, count] if count else self.first)
+            self.know(group, count + 1, numbers_of(after))
             if (count - 2) % KEPT:  # some stay, from which those of parameters that are behind follow
                 self.known.pop((key, count - 2), None)
         return self.known[key, step] if step else self.first
@@ -174,14 +178,11 @@ class StepRule(Rule):
     def know(self, group: Group, step: int, numbers: dict[str, Tensor]) -> None:
         self.known[id(group["params"]), step] = numbers
 
-    def copies(self, group: Group, step: int) -> dict[str, Tensor]:
-        return copy.deepcopy(self.numbers(group, step))
-
     def step_of_ones(self, group: Group, numbers: dict[str, Tensor]) -> dict[str, Any]:
         param = nn.Parameter(torch.ones(2, dtype=torch.float32))
         param.grad = torch.ones_like(param)
         fields = {name: torch.ones_like(param.grad) for name in self.names}
-        return self.run(group, param, fields | copy.deepcopy(numbers) if numbers else {})
+        return self.run(group, param, fields | numbers if numbers else {})
 
 
 def is_field(value: Any) -> bool:
@@ -194,14 +195,6 @@ def numbers_of(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if not is_field(value)}
 
 
-Rules = list[tuple[Callable[[Unit, torch.optim.Optimizer], bool], Callable[..., Rule]]]
-ELEMENTWISE = (
-    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam),
-    *(torch.optim.RAdam, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax),
-    *(torch.optim.Rprop, torch.optim.ASGD),
-)
-
-
 def steps_as(inner: torch.optim.Optimizer, kinds: tuple[type[torch.optim.Optimizer], ...]) -> bool:
     """Tell if ``inner`` is one of ``kinds``, or a subclass that keeps its step()."""
     return any(
@@ -210,17 +203,27 @@ def steps_as(inner: torch.optim.Optimizer, kinds: tuple[type[torch.optim.Optimiz
     )
 
 
+ADAM = torch.optim.Adam, torch.optim.AdamW
+# torch's own step() makes of each element what depends on no other
+ELEMENTWISE = (
+    *(*ADAM, torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax),
+    *(torch.optim.Rprop, torch.optim.ASGD),
+)
+
+
 def is_plain_adam(unit: Unit, inner: torch.optim.Optimizer) -> bool:
     amsgrad = any(group.get("amsgrad") for group in inner.param_groups)
-    return steps_as(inner, (torch.optim.Adam, torch.optim.AdamW)) and not amsgrad
+    return steps_as(inner, ADAM) and not amsgrad
 
 
-def is_elementwise(unit: Unit, inner: torch.optim.Optimizer) -> bool:
-    """Tell if torch's own step() makes of each element what depends on no other."""
-    return steps_as(inner, ELEMENTWISE)
-
-
-RULES: Rules = [(is_plain_adam, AdamRule), (is_elementwise, StepRule)]
+Rules = list[tuple[Callable[[Unit, torch.optim.Optimizer], bool], Callable[..., Rule]]]
+RULES: Rules = [
+    (is_plain_adam, AdamRule),
+    (lambda unit, inner: steps_as(inner, ELEMENTWISE), StepRule),
+]
+WHOLE = "it looks at whole matrices"
+WHY_NOT = {"LBFGS": "it calls the closure many times", "Muon": WHOLE, "Adafactor": WHOLE}
 
 
 def rule_for(rules: Rules, unit: Unit, inner: torch.optim.Optimizer) -> Callable[..., Rule]:
@@ -229,11 +232,9 @@ def rule_for(rules: Rules, unit: Unit, inner: torch.optim.Optimizer) -> Callable
         if is_for(unit, inner):
             return rule
     kind = type(inner)
-    whole = "it looks at whole matrices"
-    why = {"LBFGS": "it calls the closure many times", "Muon": whole, "Adafactor": whole}
     raise TypeError(
         f"zk knows the arithmetic of {', '.join(known.__name__ for known in ELEMENTWISE)}, and of "
         f"subclasses that keep their step(); got {kind.__module__}.{kind.__qualname__}: "
-        f"{why.get(kind.__name__, 'zk cannot tell if it updates each element by itself')}. An add-on can "
-        "say how it is updated: Addon.rules"
+        f"{WHY_NOT.get(kind.__name__, 'zk cannot tell if it updates each element by itself')}. An "
+        "add-on can say how it is updated: Addon.rules"
     )
