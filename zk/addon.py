@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from zk.options import require
+
 if TYPE_CHECKING:
     from zk.config import ZeroConfig
     from zk.offload.rules import Codec, Rules
@@ -104,11 +106,7 @@ class Addon:
         """The optimizer has been closed: give back what this add-on holds."""
 
 
-EVENTS = (
-    *("used", "reduced", "before_step", "totals", "around_update", "updater"),
-    *("changing", "updated", "synchronized", "closed"),
-)
-BEFORE = "check", "comm", "blocks", "kind", "rules", "codec", "tier", "attach"
+NAMES = [name for name in vars(Addon) if not name.startswith("_")]
 
 
 class Seams:
@@ -124,19 +122,13 @@ class Seams:
     def add(self, *addons: Addon) -> None:
         """Hear of more add-ons from now on."""
         self.addons += addons
-        for name in (*BEFORE, *EVENTS):
-            setattr(self, name, self.those_that_override(name))
+        for name in NAMES:
+            kinds = ((addon, getattr(type(addon), name)) for addon in self.addons)
+            own = [addon for addon, method in kinds if method is not getattr(Addon, name)]
+            setattr(self, name, tuple(getattr(addon, name) for addon in own))
 
     def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
-        raise AttributeError(f"the core has no seam {name!r}; it has {', '.join(BEFORE + EVENTS)}")
-
-    def those_that_override(self, name: str) -> tuple[Callable[..., Any], ...]:
-        neutral = getattr(Addon, name)
-        return tuple(
-            getattr(addon, name)
-            for addon in self.addons
-            if getattr(type(addon), name) is not neutral
-        )
+        raise AttributeError(f"the core has no seam {name!r}; it has {', '.join(NAMES)}")
 
     def chain(self, name: str, *given: Any) -> Any:
         """Pass the last of ``given`` through all add-ons; the others are told to each."""
@@ -149,10 +141,8 @@ class Seams:
         """The one answer that is not None; RuntimeError if two add-ons give one."""
         answers = {type(method.__self__).__name__: method() for method in getattr(self, name)}
         found = {who: answer for who, answer in answers.items() if answer is not None}
-        if len(found) > 1:
-            raise RuntimeError(
-                f"{' and '.join(found)} each decide {name!r}, which only one can; remove one of them"
-            )
+        words = f"{' and '.join(found)} each decide {name!r}, which only one can; remove one of them"
+        require(len(found) < 2, words, RuntimeError)
         return next(iter(found.values()), None)
 
 
@@ -182,24 +172,26 @@ def register_methods(**methods: str) -> None:
     METHODS.update(methods)
 
 
-def found(name: str, registry: dict[str, str]) -> Any:
-    """What is registered for ``name``; AttributeError where its module is not there."""
+def found(name: str, registry: dict[str, str], error: type[Exception]) -> Any:
+    """What is registered for ``name``; ``error`` where its module is not there."""
     module, attribute = registry[name].split(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        raise AttributeError(f"{name!r} is in {module}, which is not there") from error
+    except ModuleNotFoundError as cause:
+        raise error(f"{name!r} is in {module}, which is not there: {cause}") from cause
 
 
 def method_of(optimizer: ZeroOptimizer, name: str) -> Callable[..., Any]:
     """A registered method; AttributeError for others."""
-    if name not in METHODS:
-        raise AttributeError(f"a ZeroOptimizer has no attribute {name!r}")
-    return types.MethodType(found(name, METHODS), optimizer)
+    require(name in METHODS, f"a ZeroOptimizer has no attribute {name!r}", AttributeError)
+    return types.MethodType(found(name, METHODS, AttributeError), optimizer)
 
 
 def make(options: dict[str, Any]) -> list[Addon]:
-    """The add-ons of options that are neither None nor False, and those that are always there."""
+    """The add-ons of options that are neither None nor False, and those that are always there.
+
+    TypeError for an option without its file.
+    """
     asked = {name: value for name, value in options.items() if value not in (None, False)}
-    always = [found(name, ALWAYS)() for name in ALWAYS]
-    return always + [found(name, OPTIONS)(value) for name, value in asked.items()]
+    always = [found(name, ALWAYS, ImportError)() for name in ALWAYS]
+    return always + [found(name, OPTIONS, TypeError)(value) for name, value in asked.items()]

@@ -24,6 +24,7 @@ from zk.offload.cpu_adam import default_threads
 from zk.offload.drive import Drive
 from zk.offload.rules import RULES, Codec, Rule, rule_for
 from zk.offload.tiers import Host, Memory, Tier
+from zk.options import require
 from zk.parallel.comm import Comm
 from zk.parallel.gather import hooks_of_states
 from zk.parallel.reducer import Reducer
@@ -34,23 +35,14 @@ from zk.precision import (
     clip_factor,
     dtypes_of,
     floats_of,
-    loss_scale_of,
     warn_of_slow_products,
 )
 from zk.promised import device_for, fill_buffers
 from zk.states import check_states, load_states, states_of, states_of_inners
 from zk.store import Step, UnitStore
-from zk.unit import Unit, blocks_of, find_units
+from zk.unit import Unit, blocks_of, chosen_blocks, find_units
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 AHEAD = 2  # chunks that are fetched while one is updated
 
 
@@ -67,13 +59,14 @@ class Layout:
     ) -> None:
         self.config, self.seams, self.stage, self.comm = config, seams, config.stage, comm
         self.reducer = Reducer(self.comm, seams.reduced)
+        self.reducer.syncs = config.stage != 1
         self.sharers = self.comm if config.stage else Comm(alone=True)
         self.num_threads = config.num_threads or default_threads()
-        self.groups = {
-            p: group for inner in inners for group in inner.param_groups for p in group["params"]
-        }
-        self.inner_of = {
-            p: inner for inner in inners for g in inner.param_groups for p in g["params"]
+        self.owners = {
+            param: (inner, group)
+            for inner in inners
+            for group in inner.param_groups
+            for param in group["params"]
         }
         self.inner, self.rules = inners[0], seams.chain("rules", RULES)
         self.made: dict[Any, Rule] = {}  # (optimizer, kind of rule) -> rule
@@ -85,6 +78,23 @@ class Layout:
             "mirrored": Host(self.device, mirrored=True),
         }
 
+    def units(self, model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]) -> list[Unit]:
+        """The units of a model, in the dtype and on the device that they will have."""
+        config, seams, device = self.config, self.seams, self.config.device
+        chosen = blocks_of(model) if config.units is None else chosen_blocks(model, config.units)
+
+        def kind_of(name: str, param: nn.Parameter) -> Any:
+            own = [kind(name, param) for kind in seams.kind]
+            inner, _ = self.owners.get(param, (None, None))
+            return dtype_of(param), device or param.device, id(inner), *own
+
+        units = find_units(model, seams.chain("blocks", model, chosen), kind_of)
+        for unit in units:
+            unit.dtype, unit.device = dtype_of(unit.params[0]), torch.device(device or unit.device)
+            unit.is_trained = unit.is_trained and unit.params[0] in self.owners
+            unit.lay_out(self.comm.size, self.sharers.size)
+        return units
+
     def place(self, units: list[Unit], model: nn.Module, freed: Iterable[Any]) -> None:
         """Choose the tiers of units; an error for what cannot fit, on all ranks.
 
@@ -95,7 +105,7 @@ class Layout:
         places, cache = choose(self.config, sizes, self.comm, self.device, freed)
         self.places |= zip(units, places, strict=True)
         with self.comm.together("the folder nvme_path"):
-            if on_drive(places) and "nvme" not in self.tiers:
+            if on_drive(places):
                 paths: Any = self.config.nvme_path
                 self.tiers["nvme"] = Drive(paths, cache, self.device)
 
@@ -103,9 +113,9 @@ class Layout:
         """The rule that updates a unit; a frozen one has none, and keeps nothing."""
         if not unit.is_trained:
             return Rule(self.inner)
-        inner = self.inner_of[unit.params[0]]
+        inner, _ = self.owners[unit.params[0]]
         kind = rule_for(self.rules, unit, inner)
-        return self.made.setdefault((inner, kind), self.made.get((inner, kind)) or kind(inner))
+        return self.made.get((inner, kind)) or self.made.setdefault((inner, kind), kind(inner))
 
     def codec_of(self, unit: Unit) -> Codec:
         own = self.rule_of(unit).codec(unit.dtype) if unit.is_trained else Codec({})
@@ -117,10 +127,6 @@ class Layout:
         name = getattr(self.places[unit], what)
         tier: Tier = self.seams.chain("tier", unit, what, self.tiers[name])
         return tier
-
-    def close(self) -> None:
-        for tier in self.tiers.values():
-            tier.close()
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -144,57 +150,60 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> None:
         comm = Comm(options.get("process_group", getattr(config, "process_group", None)))
         with comm.together("ZeroOptimizer()"):
-            self._check(model, optimizer, config, options)
-        comm = self._seams.chain("comm", comm)
+            inners = check_arguments(model, optimizer, config, ZeroOptimizer)
+            config = dataclasses.replace(config or ZeroConfig(), **options)
+            device: Any = config.device or device_for(model)
+            config = dataclasses.replace(config, device=device)
+            dtype_of = dtypes_of(model, config.dtype, config.keep_dtype)
+            held = ChainMap(*(runtime.store_of for runtime in RUNTIMES))
+            check_params(model, inners, device, dtype_of, held)
+            super().__init__([g for one in inners for g in one.param_groups], inners[0].defaults)
+            self._seams = seams = Seams([*config.addons, *addon.make(config.options)])
+            for check in seams.check:
+                check(config)
+        comm = seams.chain("comm", comm)
         with comm.together("ZeroOptimizer()"):
-            units = self._lay_out(comm)
-        comm.agree("options and models", alike(model, self.param_groups, self.config))
-        self._adopt(units)
-        config, device = self.config, self._layout.device
-        fill_buffers(model)
-        place_buffers(model, device, config.device is not None, comm)
-        self._take_over()
-        for attach in self._seams.attach:
-            attach(self)
-
-    def _check(
-        self, model: nn.Module, optimizer: Optimizers, config: Any, options: dict[str, Any]
-    ) -> None:
-        """Keep what was given, once it is known to be right."""
-        inners = check_arguments(model, optimizer, config, ZeroOptimizer)
-        config = dataclasses.replace(config or ZeroConfig(), **options)
-        config = dataclasses.replace(config, device=config.device or device_for(model))
-        self.config = config
-        held = ChainMap(*(runtime.store_of for runtime in RUNTIMES))
-        dtype_of = dtypes_of(model, config.dtype, config.keep_dtype)
-        check_params(model, inners, config.device, dtype_of, held)
-        self.model, self._inners = model, inners
-        groups = inners[0].param_groups
-        if len(inners) > 1:
-            groups = [group for inner in inners for group in inner.param_groups]
-        super().__init__(groups, inners[0].defaults)
-        self.param_groups = groups  # the user's own, so that both see changes
+            self._layout = layout = Layout(model, inners, config, seams, comm)
+            units = layout.units(model, dtype_of)
+            on_cpu = {unit.dtype for unit in units if unit.device.type == "cpu"}
+            for dtype in on_cpu if comm.rank == 0 else ():
+                warn_of_slow_products(dtype)
+        comm.agree("options and models", alike(model, self.param_groups, config))
+        trained = {unit.dtype for unit in units if unit.is_trained}
+        self.model, self.config, self._inners = model, config, inners
         self.state = Elsewhere()  # type: ignore[assignment]
-        self._seams = Seams([*config.addons, *addon.make(config.options)])
-        for check in self._seams.check:
-            check(config)
-
-    def _lay_out(self, comm: Comm) -> list[Unit]:
-        """Decide what the ranks of ``comm`` share; nothing is moved."""
-        model, config = self.model, self.config
-        self._layout = Layout(model, self._inners, config, self._seams, comm)
+        self.norm, self.skipped_steps, self.num_steps = 0.0, 0, 0
         self._torn = ""  # why states are not of one step
         self._refusals: list[Any] = []  # hooks of the user's optimizers
-        self.norm, self.skipped_steps, self.num_steps = 0.0, 0, 0
-        self._runtime = Runtime(model, self._layout, config.prefetch)
-        self._layout.reducer.syncs = self._reduces_in_backward = config.stage != 1
-        units = self._find_units()
-        trained = {unit.dtype for unit in units if unit.is_trained}
-        self._scaler = self._runtime.scaler = LossScaler(loss_scale_of(config.loss_scale, trained))
-        on_cpu = {unit.dtype for unit in units if unit.device.type == "cpu"}
-        for dtype in on_cpu if comm.rank == 0 else ():
-            warn_of_slow_products(dtype)
-        return units
+        self._trained: list[UnitStore] = []
+        self._runtime = Runtime(model, layout, config.prefetch)
+        self._scaler = self._runtime.scaler = LossScaler(config.loss_scale, trained)
+        self._adopt(units)
+        fill_buffers(model)
+        place_buffers(model, layout.device, config.device is not None, comm)
+        self._take_over()
+        for attach in seams.attach:
+            attach(self)
+
+    def _adopt(self, units: list[Unit]) -> None:
+        """Take units into stores: their parameters move to their tiers, and get hooks."""
+        layout, runtime = self._layout, self._runtime
+        freed = [value for unit in units for p in unit.params for value in (p, p.grad)]
+        for states in (states for inner in self._inners for states in inner.state.values()):
+            freed += states.values()
+        layout.place(units, self.model, freed)
+        try:
+            for unit in units:
+                runtime.attach(UnitStore(unit, layout))
+                trim()  # of what the parameters were before
+        except BaseException as error:  # such as a full drive, on all ranks: another may be made
+            is_told = isinstance(error, (OSError, MemoryError))
+            self.close(gather=is_told or layout.comm.size == 1)
+            raise
+        self._trained = [store for store in runtime.stores if store.unit.is_trained]
+        runtime.attach_model(self.config.dtype)
+        for module in [m for m in self.model.modules() if m._parameters and layout.stage == 3]:
+            runtime.handles[None] += hooks_of_states(module)
 
     def _take_over(self) -> None:
         """Take the states of the user's optimizers, which refuse from now on what is this one's."""
@@ -202,70 +211,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for inner in self._inners:
             inner.state.clear()
             vars(inner)["_opt_called"] = True  # schedulers of it look there for a step before theirs
-            self._refusals += [
-                inner.register_step_pre_hook(refuse_to("step()")),
-                inner.register_state_dict_pre_hook(refuse_to("state_dict()")),
-                inner.register_load_state_dict_pre_hook(refuse_to("load_state_dict()")),
-            ]
-        if len(self._inners) == 1:  # its hooks, those that come later too, run around this one
-            vars(self).update({name: vars(self._inners[0])[name] for name in HOOKS})
+            for call in ("step", "state_dict", "load_state_dict"):
+                register = getattr(inner, f"register_{call}_pre_hook")
+                self._refusals.append(register(refuse_to(call)))
+        for name, hooks in vars(self._inners[0]).items() if len(self._inners) == 1 else ():
+            if name.startswith("_optimizer_") and name.endswith("_hooks"):
+                vars(self)[name] = hooks  # those that come later too run around this one
         if begun["state"]:
             load_states(self, begun)
-        self._sizes = [len(group["params"]) for group in self.param_groups]
+        self._sizes = self._group_sizes()
 
-    def _find_units(self) -> list[Unit]:
-        """Units of the parameters that no store has, cast to their dtype."""
-        config, layout = self.config, self._layout
-        blocks = self._seams.chain("blocks", self.model, chosen_blocks(self.model, config.units))
-        dtype_of = dtypes_of(self.model, config.dtype, config.keep_dtype)
-
-        def kind_of(name: str, param: nn.Parameter) -> Any:
-            own = [kind(name, param) for kind in self._seams.kind]
-            home = config.device or param.device
-            return dtype_of(param), home, id(layout.inner_of.get(param)), *own
-
-        units = find_units(self.model, blocks, kind_of, self._runtime.store_of)
-        for unit in units:
-            unit.dtype = dtype_of(unit.params[0])
-            unit.device = config.device or unit.device
-            unit.is_trained = unit.is_trained and unit.params[0] in layout.groups
-        return units
-
-    def _adopt(self, units: list[Unit]) -> None:
-        """Take units into stores: their parameters move to their tiers, and get hooks."""
-        layout = self._layout
-        for unit in units:
-            unit.lay_out(layout.comm.size, layout.sharers.size)
-        freed = [value for unit in units for p in unit.params for value in (p, p.grad)]
-        for states in (states for inner in self._inners for states in inner.state.values()):
-            freed += states.values()
-        layout.place(units, self.model, freed)
-        try:
-            for unit in units:
-                self._runtime.attach(UnitStore(unit, layout))
-                trim()  # of what the parameters were before
-        except BaseException as error:  # such as a full drive, on all ranks: another may be made
-            is_told = isinstance(error, (OSError, MemoryError))
-            self.close(gather=is_told or layout.comm.size == 1)
-            raise
-        self._runtime.attach_model(self.config.dtype)
-        for module in self.model.modules() if layout.stage == 3 else ():
-            if module._parameters:
-                self._runtime.handles[None] += hooks_of_states(module)
-
-    def _abandon(self, stores: list[UnitStore], gather: bool = True) -> None:
-        """Give up units: their parameters are plain torch's, and whole unless ``gather`` is False."""
-        with contextlib.ExitStack() as stack:
-            for store in stores:
-                stack.callback(self._runtime.detach, store)
-                if gather:
-                    stack.callback(store.give_back)
-            if not self._torn:
-                self.synchronize()
-
-    @property
-    def _trained(self) -> list[UnitStore]:
-        return [store for store in self._runtime.stores if store.unit.is_trained]
+    def _group_sizes(self) -> list[int]:
+        groups = (group for inner in self._inners for group in inner.param_groups)
+        return [len(group["params"]) for group in groups]
 
     # ---- the step --------------------------------------------------------------------------------
 
@@ -281,8 +239,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._reduce_rest()
         self.norm = self._norm_of_gradients()
         overflow = not math.isfinite(self.norm)
-        if overflow:
-            self._skip()
+        if overflow:  # nothing but the loss scale changes
+            self.skipped_steps += 1
+            for store in self._trained:
+                store.grad.drop()
         else:
             self._update(clip_factor(self.norm, self.config.clip_grad_norm))
         self._scaler.update(overflow)
@@ -312,36 +272,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Reduce what is still on this rank; all ranks learn which parameters have a gradient."""
         self._runtime.forget_calls()
         self._layout.reducer.settle()
-        if not any(store.grad.is_taken for store in self._trained):
-            raise RuntimeError(
-                "step() found no gradient: call backward() before it, and zero_grad() after it"
-            )
+        require(
+            any(store.grad.is_taken for store in self._trained),
+            "step() found no gradient: call backward() before it, and zero_grad() after it",
+            RuntimeError,
+        )
 
     def _norm_of_gradients(self) -> float:
         """The 2-norm of all gradients; not finite if one of them is not."""
         squares = floats_of([store.grad.sum_of_squares() for store in self._trained])
         sums = self._layout.sharers.total("norm", [sum(squares)])
-        total = sum(self._seams.chain("totals", sums))
-        return math.sqrt(total) if math.isfinite(total) else math.inf
-
-    def _skip(self) -> None:
-        """Change nothing but the loss scale."""
-        self.skipped_steps += 1
-        for store in self._trained:
-            store.grad.drop()
+        return math.sqrt(sum(self._seams.chain("totals", sums)))
 
     def _update(self, scale: float) -> None:
         """Update all units that have a gradient."""
-        if [len(group["params"]) for group in self.param_groups] != self._sizes:
-            raise ValueError(
-                "param_groups have other parameters than when the ZeroOptimizer was made: give them back, "
-                "or close() it and make another one"
-            )
+        require(
+            self._group_sizes() == self._sizes,
+            "param_groups have other parameters than when the ZeroOptimizer was made: give them back, "
+            "or close() it and make another one",
+        )
         for rule in self._layout.made.values():
             for group in rule.inner.param_groups:
                 rule.check(group)
-        run = self._seams.first("updater") or self._update_now
-        run = self._seams.chain("around_update", run)
+        own = self._seams.first("updater") or self._update_now
+        run = self._seams.chain("around_update", own)
         self.num_steps += 1
         used = [store for store in self._trained if store.grad.is_taken]
         step = Step(scale, {id(group): options_of(group) for group in self.param_groups})
@@ -415,7 +369,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         try:
             yield
         finally:
-            self._layout.reducer.syncs = self._reduces_in_backward
+            self._layout.reducer.syncs = self._layout.stage != 1
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients that have left to ``max_norm``; returns their norm, as torch does."""
@@ -423,7 +377,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._reduce_rest()
         norm = self._norm_of_gradients()
         for store in self._trained:
-            factor = clip_factor(norm, max_norm) if math.isfinite(norm) else 1.0
+            factor = clip_factor(norm, max_norm)
             store.grad.factors = [factor * before for before in store.grad.factors]
         return torch.tensor(norm, dtype=torch.float32, device=self._layout.device)
 
@@ -457,11 +411,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once it is made: parameters have their places then."""
-        if "_runtime" in vars(self):
-            raise RuntimeError(
-                "add_param_group() on a ZeroOptimizer: add the group to your own optimizer before, or "
-                "close() this one and make another"
-            )
+        require(
+            "_runtime" not in vars(self),
+            "add_param_group() on a ZeroOptimizer: add the group to your own optimizer before, or "
+            "close() this one and make another",
+            RuntimeError,
+        )
         super().add_param_group(param_group)
 
     def metrics(self) -> dict[str, float]:
@@ -492,11 +447,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with contextlib.ExitStack() as stack:
             for handle in self._refusals:
                 stack.callback(handle.remove)
-            for closed in self._seams.closed:
+            for closed in (*self._seams.closed, *(t.close for t in self._layout.tiers.values())):
                 stack.callback(closed)
-            stack.callback(self._layout.close)
             stack.callback(self._runtime.detach, None)
-            self._abandon(list(self._runtime.stores), gather)
+            for store in self._runtime.stores:
+                stack.callback(self._runtime.detach, store)
+                if gather:
+                    stack.callback(store.give_back)
+            self._trained = []
+            if not self._torn:
+                self.synchronize()
         self._torn = self._runtime.broken = "this ZeroOptimizer is closed: make another one"
 
     def __enter__(self) -> ZeroOptimizer:
@@ -537,7 +497,7 @@ def refuse_to(call: str) -> Callable[..., None]:
         if not isinstance(optimizer, ZeroOptimizer):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} was given to a ZeroOptimizer, which has its states: "
-                f"call {call} of that one, or close() it first"
+                f"call {call}() of that one, or close() it first"
             )
 
     return refuse
@@ -546,21 +506,3 @@ def refuse_to(call: str) -> Callable[..., None]:
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
     """A group's options as they are: schedulers change a learning rate that is a tensor in place."""
     return {name: v.clone() if isinstance(v, Tensor) else v for name, v in group.items()}
-
-
-def chosen_blocks(model: nn.Module, units: Sequence[Any] | None) -> dict[str, nn.Module]:
-    """The modules that travel as one, by name; ValueError for an entry that names none."""
-    if units is None:
-        return blocks_of(model)
-    modules, found = dict(model.named_modules()), dict[str, nn.Module]()
-    for entry in units:
-        chosen = {
-            name: module
-            for name, module in modules.items()
-            if (name == entry if isinstance(entry, str) else isinstance(module, entry))
-        }
-        if not chosen:
-            name = getattr(entry, "__name__", entry)
-            raise ValueError(f"units: the model has no module {name!r}; see model.named_modules()")
-        found |= chosen
-    return {name: module for name, module in modules.items() if name in found and name}

@@ -25,6 +25,12 @@ SUFFIXES = {"": 1, "b": 1} | {
 }
 
 
+def require(holds: object, message: str, error: type[Exception] = ValueError) -> None:
+    """Raise ``error`` unless ``holds``."""
+    if not holds:
+        raise error(message)
+
+
 def is_count(value: object, least: int = 1) -> bool:
     """Tell if ``value`` is a whole number, of at least so much; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -6,14 +6,15 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from zk.options import NAMES
+from zk.options import NAMES, require
 
 # others hold codes, whose values a cast would lose
 CASTABLE = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -32,21 +33,20 @@ def dtypes_of(
     kept = set[Tensor]()
     for entry in keep or ():
         found = matching(model, entry)
-        if not found:
-            raise ValueError(
-                f"keep_dtype: the model has no module or parameter "
-                f"{getattr(entry, '__name__', entry)!r}; names are those of model.named_modules() and "
-                "model.named_parameters(), or whole parts of them"
-            )
+        require(
+            found,
+            f"keep_dtype: the model has no module or parameter {getattr(entry, '__name__', entry)!r}; "
+            "names are those of model.named_modules() and model.named_parameters(), or whole parts of "
+            "them",
+        )
         kept |= found
-    for module in model.modules() if dtype else ():
+    for module in model.modules():
         if getattr(module, "running_mean", None) is not None:
             kept |= set(module.parameters())
         words = (getattr(module, attribute, None) or () for attribute in KEPT_BY_MODELS)
         for word in itertools.chain.from_iterable(words):
             kept |= matching(model, word)
-    casts = dtype is not None
-    return lambda p: dtype if casts and p.dtype in CASTABLE and p not in kept else p.dtype
+    return lambda p: dtype if dtype and p.dtype in CASTABLE and p not in kept else p.dtype
 
 
 def matching(model: nn.Module, entry: Entry) -> set[Tensor]:
@@ -101,38 +101,39 @@ class DynamicLossScale:
             (self.window >= 1 and self.window == int(self.window), "window, a whole number >= 1"),
             (self.hysteresis >= 1, "hysteresis >= 1"),
         ):
-            if not holds:
-                raise ValueError(f"DynamicLossScale needs {rule}; got {self}")
-
-
-def loss_scale_of(asked: Any, trained: set[torch.dtype]) -> DynamicLossScale | float | None:
-    """What ``loss_scale=`` means for these dtypes: "auto" is dynamic for fp16, and else none."""
-    found = DynamicLossScale() if torch.float16 in trained else None
-    return found if asked == "auto" else asked
+            require(holds, f"DynamicLossScale needs {rule}; got {self}")
 
 
 class LossScaler:
-    """The loss scale of a run: a constant, or what ``rule`` makes of it."""
+    """The loss scale of a run: a constant, or what a rule makes of it.
 
-    def __init__(self, rule: DynamicLossScale | float | None) -> None:
-        self.rule = rule if isinstance(rule, DynamicLossScale) else None
-        self.scale = rule.init if isinstance(rule, DynamicLossScale) else float(rule or 1.0)
+    "auto": dynamic if fp16 is among the ``trained`` dtypes, and else none.
+    """
+
+    def __init__(
+        self, asked: DynamicLossScale | float | str | None, trained: Container[torch.dtype] = ()
+    ) -> None:
+        if asked == "auto":
+            asked = DynamicLossScale() if torch.float16 in trained else None
+        self.is_active = asked is not None
+        self.rule = asked if isinstance(asked, DynamicLossScale) else None
+        self.scale = self.rule.init if self.rule else float(asked or 1.0)  # type: ignore[arg-type]
         self.patience = self.rule.hysteresis if self.rule else 0
-        self.is_active = rule is not None
         self.clean_steps = 0  # since the last overflow or growth
 
     def update(self, overflow: bool) -> None:
         """Account for one step."""
-        if self.rule is None:
+        rule = self.rule
+        if rule is None:
             return
         self.clean_steps = 0 if overflow else self.clean_steps + 1
         if overflow and self.patience > 1:
             self.patience -= 1
         elif overflow:
-            self.scale = max(self.scale / self.rule.factor, self.rule.minimum)
-        elif self.clean_steps >= self.rule.window:
-            self.clean_steps, self.patience = 0, self.rule.hysteresis
-            self.scale *= self.rule.factor
+            self.scale = max(self.scale / rule.factor, rule.minimum)
+        elif self.clean_steps >= rule.window:
+            self.clean_steps, self.patience = 0, rule.hysteresis
+            self.scale *= rule.factor
 
     def state_dict(self) -> dict[str, Any]:
         counts = {"clean_steps": self.clean_steps, "patience": self.patience}
@@ -146,8 +147,12 @@ class LossScaler:
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """What gradients of this norm are multiplied with, as torch's clip_grad_norm_ does."""
-    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+    """What gradients of this norm are multiplied with, as torch's clip_grad_norm_ does.
+
+    1.0 for one that is not finite, so that step() sees it.
+    """
+    is_clipped = max_norm is not None and math.isfinite(norm)
+    return min(1.0, max_norm / (norm + 1e-6)) if is_clipped else 1.0  # type: ignore[operator]
 
 
 def floats_of(tensors: list[Tensor | float]) -> Iterator[float]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zk.offload.rules import is_field, numbers_of
+from zk.options import require
 
 if TYPE_CHECKING:
     from zk.optimizer import ZeroOptimizer
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def order_of(optimizer: ZeroOptimizer) -> dict[Any, int]:
     """Parameters by their numbers in torch's state dicts."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = (param for group in optimizer.param_groups for param in group["params"])
     return {param: number for number, param in enumerate(params)}
 
 
@@ -30,14 +31,12 @@ def states_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
     """What ZeroOptimizer.state_dict returns."""
     order, states = order_of(optimizer), {}
     for store in optimizer._trained:
-        kept = [*store.rule.names, *(["master"] if store.unit.dtype != torch.float32 else [])]
-        for index, param in enumerate(store.unit.params):
-            if store.steps[index]:
-                values = {kind: store.read(kind, index) for kind in kept}
-                states[order[param]] = {
-                    **store.rule.numbers(store.groups[index], store.steps[index]),
-                    **values,
-                }
+        kept = [*store.rule.names, *["master"] * (store.unit.dtype != torch.float32)]
+        begun = [index for index, count in enumerate(store.steps) if count]
+        for index in begun:
+            numbers = store.rule.numbers(store.groups[index], store.steps[index])
+            values = {kind: store.read(kind, index) for kind in kept}
+            states[order[store.unit.params[index]]] = numbers | values
     groups = [
         group | {"params": [order[param] for param in group["params"]]}
         for group in optimizer.param_groups
@@ -52,26 +51,27 @@ def check_states(optimizer: ZeroOptimizer, given: dict[str, Any]) -> None:
         [len(group["params"]) for group in groups]
         for groups in (optimizer.param_groups, given["param_groups"])
     )
-    if own != other:
-        raise ValueError(
-            f"the states are of groups of {other} parameters, and this optimizer has groups of {own}: "
-            "load them into an optimizer with the groups that they were saved from"
-        )
+    require(
+        own == other,
+        f"the states are of groups of {other} parameters, and this optimizer has groups of {own}: "
+        "load them into an optimizer with the groups that they were saved from",
+    )
     order = order_of(optimizer)
     for store in optimizer._trained:
         for name, param in zip(store.unit.names, store.unit.params, strict=True):
             state = given["state"].get(order[param], {})
-            for kind in store.rule.names if state.keys() - {"master"} else ():
-                if kind not in state:
-                    raise ValueError(
-                        f"the states of {name!r} have no {kind!r}: they are of another kind of optimizer"
-                    )
-            for kind, value in state.items():
-                if is_field(value) and value.shape != param.shape:
-                    raise ValueError(
-                        f"{kind!r} of {name!r} has shape {tuple(value.shape)}, and the parameter "
-                        f"{tuple(param.shape)}: the states are of another model"
-                    )
+            kinds = store.rule.names if state.keys() - {"master"} else ()
+            missing = ", ".join(repr(kind) for kind in kinds if kind not in state)
+            require(
+                not missing,
+                f"the states of {name!r} have no {missing}: they are of another kind of optimizer",
+            )
+            for kind in [kind for kind, value in state.items() if is_field(value)]:
+                require(
+                    state[kind].shape == param.shape,
+                    f"{kind!r} of {name!r} has shape {tuple(state[kind].shape)}, and the parameter "
+                    f"{tuple(param.shape)}: the states are of another model",
+                )
 
 
 def load_states(optimizer: ZeroOptimizer, given: dict[str, Any]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from zk.options import require
 
 ALIGN = 16  # elements: every parameter starts on a cache line
 
@@ -79,21 +81,33 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """The outermost entries of ModuleLists, by name."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        is_inside = any(name.startswith(f"{block}.") for block in found)
-        if isinstance(module, nn.ModuleList) and not is_inside and name not in found:
+        is_inside = any(f"{name}.".startswith(f"{block}.") for block in found)
+        if isinstance(module, nn.ModuleList) and not is_inside:
             found |= {f"{name}.{key}": block for key, block in module.named_children()}
     return found
+
+
+def chosen_blocks(model: nn.Module, units: Sequence[str | type[nn.Module]]) -> dict[str, nn.Module]:
+    """The modules that ``units`` names, or classes of; ValueError for an entry that names none."""
+    modules, found = dict(model.named_modules()), set[str]()
+    for entry in units:
+        kinds = (entry,) if isinstance(entry, type) else ()
+        chosen = {name for name, m in modules.items() if name == entry or isinstance(m, kinds)}
+        words = repr(getattr(entry, "__name__", entry))
+        require(chosen, f"units: the model has no module {words}; see model.named_modules()")
+        found |= chosen
+    return {name: module for name, module in modules.items() if name in found and name}
 
 
 def find_units(
     model: nn.Module,
     blocks: dict[str, nn.Module],
     kind_of: Callable[[str, nn.Parameter], Hashable],
-    taken: Container[nn.Parameter],
 ) -> list[Unit]:
     """A unit for each block's parameters of one kind.
 
-    So is each module with a true ``travels_alone``, wherever it is. Parameters of no block, and those that several blocks share, are the model's own.
+    A module with a true ``travels_alone`` is a block wherever it is. Parameters of no block, and
+    those that several blocks share, are the model's own.
     """
     homes: dict[nn.Parameter, str] = {}
     alone = {name: m for name, m in model.named_modules() if getattr(m, "travels_alone", False)}
@@ -104,9 +118,8 @@ def find_units(
             homes[param] = name if is_inner else ""
     kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
     for name, param in model.named_parameters():
-        if param not in taken:
-            own = param.dtype, param.requires_grad, kind_of(name, param)
-            kinds.setdefault((homes.get(param, ""), own), []).append((name, param))
+        own = param.dtype, param.requires_grad, kind_of(name, param)
+        kinds.setdefault((homes.get(param, ""), own), []).append((name, param))
     return [
         Unit(home or "model", blocks.get(home, model), *map(list, zip(*found, strict=True)))
         for (home, _), found in kinds.items()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,3 +54,41 @@ def test_an_add_on_hears_of_a_chunk_before_it_changes_and_of_who_waits_and_may_c
     optimizer.step()
     optimizer.synchronize()
     assert listening.heard == [("model", 0, 1.0), "synchronized"] and model.weight.item() == 0.5
+
+
+REFUSED = """
+import torch
+from torch import nn
+import zk
+from zk import addon
+
+for name in addon.OPTIONS:
+    model = nn.Linear(2, 2)
+    weight = model.weight.data_ptr()
+    try:
+        zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=3, **{name: True})
+    except TypeError as error:
+        print(error)
+    assert model.weight.data_ptr() == weight
+"""
+
+
+def test_without_its_file_an_option_is_refused_by_name_and_all_else_works(tmp_path: Path) -> None:
+    """In a copy of the tree, without the files of options."""
+    top = Path(__file__).resolve().parents[2]
+    for folder in ("zk", "tests"):
+        shutil.copytree(top / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(top / "setup.cfg", tmp_path)
+    modules = {name: place.partition(":")[0] for name, place in addon.OPTIONS.items()}
+    for module in set(modules.values()):
+        (tmp_path / (module.replace(".", "/") + ".py")).unlink()
+
+    def says(*arguments: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300)
+        return f"{done.returncode} {done.stdout} {done.stderr}"
+
+    said = says("-c", REFUSED)
+    assert said.startswith("0 ") and all(f"'{name}' is in {module}, which is not there" in said for name, module in modules.items()), said
+    said = says("-m", "pytest", "-p", "no:benchmark", "-q", "-x", "tests/core/test_quick.py", "-k", "tied or checkpointed")
+    assert said.startswith("0 "), said

@@ -123,7 +123,7 @@ def test_a_model_without_memory_is_planned_by_the_same_numbers() -> None:
     with torch.device("meta"):
         large = nn.Sequential(nn.Embedding(32_000, 4096), nn.ModuleList(nn.Linear(4096, 11_008, bias=False) for _ in range(96)))
     adam, numel = AdamRule(torch.optim.AdamW(large.parameters())), sum(param.numel() for param in large.parameters())
-    units, sizes = find_units(large, blocks_of(large), lambda name, param: None, ()), []
+    units, sizes = find_units(large, blocks_of(large), lambda name, param: None), []
     for unit in units:
         unit.dtype = torch.bfloat16
         unit.lay_out(8, 8)

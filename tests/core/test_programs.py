@@ -1,4 +1,4 @@
-"""User programs on the new core: each right, or refused with the sentence that zk/PROGRAMS.md shows."""
+"""User programs on the new core: each right, or refused with the sentence that docs/guides/programs.md shows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REFUSED = {
     "state_of_the_users_optimizer": "was given to a ZeroOptimizer, which has its states",
     "copy_the_optimizer": "cannot be copied or pickled",
     "resize_what_is_gathered": "was moved or converted",
-    "restart_steps_in_state": "WRONG",  # there is nothing in it to be changed: zk/PROGRAMS.md lists it
+    "restart_steps_in_state": "WRONG",  # there is nothing in it to be changed: the table lists it
 }
 # and at stage 3
 PARTITIONED = {
@@ -77,7 +77,7 @@ def test_alone(name: str, tmp_path: Path) -> None:
 
 
 def test_the_table_names_every_program() -> None:
-    text = (Path(__file__).parents[2] / "zk" / "next" / "PROGRAMS.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "programs.md").read_text()
     assert sorted(re.findall(r"^\| `(\w+)` \|", text, re.M)) == sorted(PROGRAMS)
 
 

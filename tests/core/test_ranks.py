@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -420,23 +416,3 @@ def test_a_rank_that_is_gone_ends_the_others_in_a_collective_that_they_name(how:
 def test_announced_ranks_say_who_does_what() -> None:
     for said in run_world(2, losing, [("leaves out a block", 3, {"announce": True, "prefetch": 0})], timeout=10)[0]:
         assert "rank 0: all_gather of 'blocks.0', " in str(said) and "rank 1: all_gather of 'blocks.1', " in str(said), said
-
-
-def test_without_its_file_announcing_is_an_unknown_option(tmp_path: Path) -> None:
-    """In a copy of the tree: the file is gone, and the line that registers it. All else works."""
-    top = Path(__file__).resolve().parents[2]
-    for folder in ("zk", "tests"):
-        shutil.copytree(top / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(top / "setup.cfg", tmp_path)
-    (tmp_path / "zk/addons/announced.py").unlink()
-    names = tmp_path / "zk/__init__.py"
-    names.write_text("".join(line for line in names.read_text().splitlines(keepends=True) if "addons.announced" not in line))
-
-    def says(*arguments: str) -> str:
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300)
-        return f"{done.returncode} {done.stdout} {done.stderr}"
-
-    assert "TypeError: ZeroOptimizer and ZeroConfig have no option 'announce'" in says("-c", "import zk; zk.ZeroConfig(announce=True)")
-    said = says("-m", "pytest", "-p", "no:benchmark", "-q", "-x", "tests/core/test_quick.py", "-k", "tied or checkpointed")
-    assert said.startswith("0 "), said
