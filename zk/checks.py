@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from zk.config import ZeroConfig
-from zk.options import NAMES
+from zk.options import NAMES, require
 from zk.promised import check_promised
 from zk.unit import Unit
 
@@ -26,60 +25,75 @@ WRAPPERS = {  # classes of modules that share gradients themselves
 }
 
 
+FAULTS: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
+    (nn.parameter.is_lazy, "has no shape yet (a lazy module); run one forward of the model first"),
+    (
+        lambda p: p.dtype is FP4,
+        "is {dtype}, which torch cannot copy; keep it as param.view(torch.uint8)",
+    ),
+    (
+        lambda p: hasattr(p, "quant_state") or is_traceable_wrapper_subclass(p),
+        "is a {kind}, whose values are in other tensors or codes; zk takes plain tensors: build the "
+        "model without quantization, DTensors and tensor parallelism",
+    ),
+    (
+        lambda p: p.layout is not torch.strided,
+        "is {layout}, and zk takes dense tensors: make it of to_dense()",
+    ),
+    (
+        lambda p: any(n > 1 and not step for n, step in zip(p.shape, p.stride(), strict=True)),
+        "is expanded, and elements that share memory cannot be updated; use expanded.clone()",
+    ),
+)
+
+
 def check_arguments(model: nn.Module, optimizer: Any, config: Any, own: type) -> Optimizers:
     """The optimizers, after a check that all is what it is called; ``own`` is ZeroOptimizer."""
-    optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
-    if config is not None and not isinstance(config, ZeroConfig):
-        raise TypeError(f"config must be a zk.ZeroConfig, or give stage=2 and such; got {config!r}")
-    if not isinstance(model, nn.Module):
-        is_swapped = isinstance(model, torch.optim.Optimizer)
-        hint = "; the arguments are swapped: ZeroOptimizer(model, optimizer)" if is_swapped else ""
-        raise TypeError(f"model must be an nn.Module; got {type(model).__name__}{hint}")
+    require(
+        config is None or isinstance(config, ZeroConfig),
+        f"config must be a zk.ZeroConfig, or give stage=2 and such; got {config!r}",
+        TypeError,
+    )
+    is_swapped = isinstance(model, torch.optim.Optimizer)
+    hint = "; the arguments are swapped: ZeroOptimizer(model, optimizer)" * is_swapped
+    words = f"model must be an nn.Module; got {type(model).__name__}{hint}"
+    require(isinstance(model, nn.Module), words, TypeError)
     for name, module in model.named_modules():
-        fault = fault_of_module(module)
-        if fault:
-            error = TypeError if isinstance(module, torch.jit.ScriptModule) else ValueError
-            raise error(f"{f'module {name!r}' if name else 'the model'} is {fault}")
-    if not optimizers:
-        raise ValueError("the list of optimizers is empty; give at least one")
-    for one in optimizers:
-        if isinstance(one, own):
+        where = f"module {name!r} is" if name else "the model is"
+        for kind in [kind.__name__ for kind in type(module).__mro__ if kind.__name__ in WRAPPERS]:
             raise ValueError(
-                "the optimizer is a ZeroOptimizer already; wrap torch's optimizer once"
+                f"{where} wrapped in {kind}, which shares gradients itself; {WRAPPERS[kind]}"
             )
-        if not isinstance(one, torch.optim.Optimizer):
-            kind = type(one).__name__
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, or several; got {kind}")
-        fault = fault_of_optimizer(one)
-        if fault:
-            raise ValueError(f"{type(one).__name__}: {fault}")
+        is_script = isinstance(module, torch.jit.ScriptModule)
+        require(
+            not is_script or not [*module.parameters()],
+            f"{where} a ScriptModule, which takes no hooks; wrap the model as it was before torch.jit",
+            TypeError,
+        )
+    optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
+    require(optimizers, "the list of optimizers is empty; give at least one")
+    for one in optimizers:
+        check_optimizer(one, own)
     return optimizers
 
 
-def fault_of_module(module: nn.Module) -> str:
-    """Why hooks of a module's would not do; "" where they would."""
-    for kind in type(module).__mro__:
-        if kind.__name__ in WRAPPERS:
-            remedy = WRAPPERS[kind.__name__]
-            return f"wrapped in {kind.__name__}, which shares gradients itself; {remedy}"
-    if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
-        return "a ScriptModule, which takes no hooks; wrap the model as it was before torch.jit"
-    return ""
-
-
-def fault_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Why an optimizer cannot be taken over; "" where it can."""
-    step = vars(optimizer).get("step")
-    # a scheduler counts calls that way
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
-        return (
-            "the step() of this optimizer was replaced, and zk never calls it; wrap it as torch made "
-            "it, and use register_step_pre_hook or register_step_post_hook"
-        )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return "differentiable=True, and no gradient goes through zk's update; remove it"
-    has_some = any(group["params"] for group in optimizer.param_groups)
-    return "" if has_some else "this optimizer has no parameters; leave it out"
+def check_optimizer(one: Any, own: type) -> None:
+    """An optimizer can be taken over."""
+    kind = type(one).__name__
+    words = "the optimizer is a ZeroOptimizer already; wrap torch's optimizer once"
+    require(not isinstance(one, own), words)
+    words = f"optimizer must be a torch.optim.Optimizer, or several; got {kind}"
+    require(isinstance(one, torch.optim.Optimizer), words, TypeError)
+    step = vars(one).get("step")
+    require(
+        step is None or hasattr(step, "_wrapped_by_lr_sched"),  # a scheduler counts calls that way
+        f"{kind}: the step() of this optimizer was replaced, and zk never calls it; wrap it as torch "
+        "made it, and use register_step_pre_hook or register_step_post_hook",
+    )
+    words = "differentiable=True, and no gradient goes through zk's update; remove it"
+    require(not any(g.get("differentiable") for g in one.param_groups), f"{kind}: {words}")
+    words = "this optimizer has no parameters; leave it out"
+    require(any(group["params"] for group in one.param_groups), f"{kind}: {words}")
 
 
 def check_params(
@@ -95,45 +109,26 @@ def check_params(
     that are ``held`` are other ZeroOptimizers'.
     """
     names = {param: name for name, param in model.named_parameters()}
-    if not names:
-        raise ValueError("model has no parameters")
+    require(names, "model has no parameters")
     for param, name in names.items():
-        fault = fault_of_param(param, held)
-        if fault:
-            raise ValueError(f"parameter {name!r} {fault}")
+        words = "belongs to another ZeroOptimizer; close() that one first, or make the model anew"
+        require(param not in held, f"parameter {name!r} {words}")
+        for is_faulty, words in FAULTS:
+            own = {"dtype": param.dtype, "layout": param.layout, "kind": type(param).__name__}
+            require(not is_faulty(param), f"parameter {name!r} {words.format(**own)}")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         check_promised(name, tensor)
     check_memory_is_own(model, names)
-    places: dict[torch.device, str] = {}
+    places: dict[str, str] = {}
     for param, name in names.items():
-        places.setdefault(param.device, name)
-    if device is None and len(places) > 1:
-        (first, name), (second, other) = itertools.islice(places.items(), 2)
-        raise ValueError(
-            f"all parameters must be on one device; {name!r} is on {first} and {other!r} on {second}: "
-            f"call model.to({str(first)!r}), or give device= to have it moved"
-        )
+        places.setdefault(str(param.device), name)
+    homes = " and ".join(f"{name!r} on {place}" for place, name in places.items())
+    require(
+        device is not None or len(places) == 1,
+        f"all parameters must be on one device; there is {homes}: call model.to({next(iter(places))!r}), or "
+        "give device= to have it moved",
+    )
     check_trained(names, optimizers, dtype_of)
-
-
-def fault_of_param(param: Tensor, held: Container[Tensor]) -> str:
-    """Why a parameter is no plain dense tensor that is free; "" where it is."""
-    if param in held:
-        return "belongs to another ZeroOptimizer; close() that one first, or make the model anew"
-    if nn.parameter.is_lazy(param):
-        return "has no shape yet (a lazy module); run one forward of the model first"
-    if param.dtype is FP4:
-        return f"is {param.dtype}, which torch cannot copy; keep it as param.view(torch.uint8)"
-    if hasattr(param, "quant_state") or is_traceable_wrapper_subclass(param):
-        return (
-            f"is a {type(param).__name__}, whose values are in other tensors or codes; zk takes plain "
-            "tensors: build the model without quantization, DTensors and tensor parallelism"
-        )
-    if param.layout is not torch.strided:
-        return f"is {param.layout}, and zk takes dense tensors: make it of to_dense()"
-    if any(n > 1 and not step for n, step in zip(param.shape, param.stride(), strict=True)):
-        return "is expanded, and elements that share memory cannot be updated; use expanded.clone()"
-    return ""
 
 
 def check_trained(
@@ -145,20 +140,20 @@ def check_trained(
     owners: dict[Tensor, torch.optim.Optimizer] = {}
     groups = [(one, group) for one in optimizers for group in one.param_groups]
     for optimizer, param in ((one, param) for one, group in groups for param in group["params"]):
-        if param not in names:
-            raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} is not one of model.parameters(); make "
-                "the optimizer of the model that is passed"
-            )
-        if owners.setdefault(param, optimizer) is not optimizer:
-            raise ValueError(
-                f"parameter {names[param]!r} is in two of the optimizers; give it to one"
-            )
-        if param.requires_grad and dtype_of(param) not in NAMES:
-            raise ValueError(
-                f"parameter {names[param]!r} is {param.dtype}; zk trains fp32, bf16 and fp16: freeze "
-                "it, convert it, or pass dtype= (which casts fp64 too, but for keep_dtype=)"
-            )
+        require(
+            param in names,
+            f"a parameter of shape {tuple(param.shape)} is not one of model.parameters(); make the "
+            "optimizer of the model that is passed",
+        )
+        require(
+            owners.setdefault(param, optimizer) is optimizer,
+            f"parameter {names[param]!r} is in two of the optimizers; give it to one",
+        )
+        require(
+            not param.requires_grad or dtype_of(param) in NAMES,
+            f"parameter {names[param]!r} is {param.dtype}; zk trains fp32, bf16 and fp16: freeze it, "
+            "convert it, or pass dtype= (which casts fp64 too, but for keep_dtype=)",
+        )
 
 
 def check_memory_is_own(model: nn.Module, names: dict[nn.Parameter, str]) -> None:
@@ -193,11 +188,9 @@ def tensors_beside(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def span_of(tensor: Tensor) -> tuple[str, int, int]:
     """A memory, and the bytes in it from a tensor's first element to its last."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    where, start = str(tensor.device), int(tensor.storage_offset() * tensor.element_size())
-    if tensor.is_meta:
-        where = f"meta {tensor.untyped_storage()._cdata}"
-    else:
-        start = tensor.data_ptr()
+    storage = tensor.untyped_storage()
+    where = f"meta {storage._cdata}" if tensor.is_meta else str(tensor.device)
+    start = int(storage.data_ptr() + tensor.storage_offset() * tensor.element_size())
     return where, start, start + (last + 1) * tensor.element_size()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import html
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -139,8 +138,8 @@ class ZeroConfig:
                 value = PARSERS[name](value, name)
             object.__setattr__(self, name, value)
         for name, (error, holds, words) in RULES.items():
-            if not holds(getattr(self, name)):
-                raise error(f"{name} must be {words}; got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            read.require(holds(value), f"{name} must be {words}; got {value!r}", error)
         self._check_together()
 
     def _check_together(self) -> None:
@@ -175,15 +174,7 @@ class ZeroConfig:
                 "keep_dtype has no effect without dtype=, as nothing is cast; give dtype= or remove it",
             ),
         ):
-            if is_wrong:
-                raise ValueError(message)
-
-    def _repr_html_(self) -> str:
-        """A table for notebooks: the fields that differ from their defaults."""
-        found = changes(self, ZeroConfig()).items()
-        cells = ((name, html.escape(str(value))) for name, value in found)
-        rows = "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in cells)
-        return f"<b>ZeroConfig</b><table>{rows or '<tr><td>all defaults</td></tr>'}</table>"
+            read.require(not is_wrong, message)
 
 
 def refuse_unknown(names: set[str], known: list[str]) -> None:
@@ -195,22 +186,29 @@ def refuse_unknown(names: set[str], known: list[str]) -> None:
         raise TypeError(f"ZeroOptimizer and ZeroConfig have no option {name!r}; {hint}")
 
 
+def size(nbytes: int) -> int | str:
+    whole = (f"{nbytes >> n}{unit}" for n, unit in SIZES if not nbytes % (1 << n))
+    return next(whole, nbytes)
+
+
+WRITERS: dict[str, Callable[[Any], Any]] = {  # for values that are not None
+    "device_budget": size,
+    "host_budget": size,
+    "nvme_path": lambda paths: [*paths] if len(paths) > 1 else paths[0],
+    "device": str,
+    "dtype": read.NAMES.get,
+}
+UNWRITTEN = "process_group", "units", "keep_dtype", "addons", "options"
+
+
 def changes(config: ZeroConfig, before: ZeroConfig) -> dict[str, Any]:
     """The options of ``config`` that differ, as they may be written in Python or JSON."""
     known = before.options.items()
     found = {name: value for name, value in config.options.items() if (name, value) not in known}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        is_same = value == getattr(before, field.name)
-        if is_same or field.name in ("process_group", "units", "keep_dtype", "addons", "options"):
-            continue
-        if field.name.endswith("_budget") and value is not None:
-            whole = (f"{value >> n}{unit}" for n, unit in SIZES if not value % (1 << n))
-            value = next(whole, value)
-        elif field.name == "nvme_path" and value is not None:
-            value = value[0] if len(value) == 1 else list(value)
-        value = str(value) if isinstance(value, torch.device) else value
-        found[field.name] = read.NAMES[value] if isinstance(value, torch.dtype) else value
+    for name in [f.name for f in dataclasses.fields(config) if f.name not in UNWRITTEN]:
+        value = getattr(config, name)
+        if value != getattr(before, name):
+            found[name] = value if value is None else WRITERS.get(name, lambda v: v)(value)
     return found
 
 

@@ -111,8 +111,7 @@ def test_changes_can_be_pasted_into_a_call() -> None:
         'overlap_step=True, stage=3, dtype="bf16", device="cpu", optimizer_tier="host", device_budget=1500, host_budget="3GiB"'
     )
     assert eval(f"zk.ZeroConfig({said})", {"zk": zk}) == config
-    assert changes(config, config) == {} and "all defaults" in zk.ZeroConfig()._repr_html_()
-    assert "<td>host_budget</td><td>3GiB</td>" in config._repr_html_()
+    assert changes(config, config) == {}
 
 
 def test_options_win_over_the_config_they_are_given_with() -> None:

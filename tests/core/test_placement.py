@@ -109,7 +109,8 @@ def test_budgets_that_do_not_hold_the_state_are_refused(options: dict[str, Any],
     with pytest.raises(ValueError, match=message):
         planned(**options).places(placement.rooms(config, ROOM, joined=False))
     raised = {name: nbytes * 10 for name, nbytes in options.items() if "budget" in name}
-    planned(**{**options, **raised}).places(placement.rooms(zk.ZeroConfig(**raised), ROOM, joined=False))
+    enough = {**options, **raised}
+    planned(**enough).places(placement.rooms(zk.ZeroConfig(**enough), ROOM, joined=False))
 
 
 def test_a_budget_of_the_host_is_a_cache_of_the_drive() -> None:
