@@ -71,7 +71,6 @@ def test_tiled_matmul(system: str, benchmark: Any, floors: Floors, monkeypatch: 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "zk_4_tiles": lambda: TiledLinear(SIZE, 4 * SIZE, out_splits=4, device=DEVICE, dtype=torch.bfloat16),
-    "zk_2x2_tiles": lambda: TiledLinear(SIZE, 4 * SIZE, in_splits=2, out_splits=2, device=DEVICE, dtype=torch.bfloat16),
     "torch_linear": lambda: nn.Linear(SIZE, 4 * SIZE, device=DEVICE, dtype=torch.bfloat16),
 }
 

@@ -477,7 +477,7 @@ def without_triton():
     flat = torch.ones(4)
     kernels.flatten([torch.ones(3)], flat, [0])
     assert flat.tolist() == [1, 1, 1, 0]
-    layer = zk.TiledLinear(8, 8, in_splits=2, out_splits=2)
+    layer = zk.TiledLinear(8, 8, out_splits=4)
     layer(torch.randn(2, 8)).sum().backward()
     assert layer.tiles[3].weight.grad is not None
 

@@ -84,7 +84,7 @@ def test_what_is_accumulated_is_flattened_once_for_each_backward() -> None:
 
 def test_tiles_multiply_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZK_MATMUL", "triton")
-    layer = zk.TiledLinear(64, 64, in_splits=2, out_splits=2, device="cuda", dtype=torch.bfloat16)
+    layer = zk.TiledLinear(64, 64, out_splits=4, device="cuda", dtype=torch.bfloat16)
     model, seen = nn.Sequential(layer), list[Any]()
     with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=2, **HOST) as optimizer:
         streams.profiles.append(seen)

@@ -250,7 +250,7 @@ def test_each_storage_moves_once_however_many_views_of_it_are_saved() -> None:
         h = torch.randn(16, 16, device=DEVICE) @ nn.Parameter(torch.randn(16, 48, device=DEVICE))
         q, k, v = h.chunk(3, dim=-1)
         ((q * k).sum() + (k * v).sum() + (h.t() * h.t()).sum()).backward()
-    assert (offload.num_offloaded, offload.offloaded_nbytes, offload.num_uploaded) == (2, 4 * KiB, 2)  # the input, h
+    assert (offload.num_offloaded, offload.num_uploaded) == (2, 2)  # the input, h
 
 
 @contextlib.contextmanager

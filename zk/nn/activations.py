@@ -8,6 +8,7 @@ Source: ZeRO-Infinity, arXiv 2104.07857, section 5.1.2.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from typing import Any
@@ -32,40 +33,30 @@ class Block:
     def __init__(self, tensor: Tensor, number: int) -> None:
         storage = tensor.untyped_storage()
         self.number, self.version, self.nbytes = number, tensor._version, storage.nbytes()
-        self.device: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)  # its bytes there
+        # its bytes there
+        self.device: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         self.device.set_(storage, 0, (self.nbytes,), (1,))
         self.name = StorageWeakRef(storage)  # no other storage has its address meanwhile
         self.host: Any = None
         self.event: Event | None = None  # of the last copy
 
 
-class Saved:
-    """A tensor that was saved, as autograd holds it."""
-
-    def __init__(self, tensor: Tensor, block: Block) -> None:
-        self.block, self.dtype, self.version = block, tensor.dtype, tensor._version
-        self.layout = tensor.storage_offset(), tensor.shape, tensor.stride()
-        self.witness = tensor.detach()  # shares the version counter
-        self.witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-
-
 class offload_activations:
     """Context for forward: what autograd saves goes to host memory, and returns for backward.
 
     Backward may run inside or after it, and the context may be entered again. With
-    ``torch.utils.checkpoint`` the saved tensors are the inputs of the checkpointed parts. Where device
-    memory is host memory it does nothing.
+    ``torch.utils.checkpoint`` the saved tensors are the inputs of the checkpointed parts. Where
+    device memory is host memory it does nothing.
 
     Args:
-        model: its parameters and buffers, and all views of them, stay where they are. Without it that
-            holds for parameters and their views, unless they were detached.
+        model: its parameters and buffers, and all views of them, stay where they are. Without it
+            that holds for parameters and their views, unless they were detached.
         min_nbytes: smaller storages stay.
-        keep_last: bytes (or "1GiB") of the newest storages that stay, 0 for none. As many come ahead
-            of their use in backward, and up to 1 GiB is on its way to the host in forward.
+        keep_last: bytes (or "1GiB") of the newest storages that stay, 0 for none. As many come
+            ahead of their use in backward, and up to 1 GiB is on its way to the host in forward.
         device: that computes; by default the model's, or the current accelerator.
 
-    Counts since it was made: ``num_offloaded`` storages, of ``offloaded_nbytes``, left the device;
-    ``num_uploaded`` came back.
+    Since it was made ``num_offloaded`` storages left the device, and ``num_uploaded`` came back.
     """
 
     def __init__(
@@ -79,7 +70,7 @@ class offload_activations:
         self.min_nbytes = min_nbytes != 0 and parse_nbytes(min_nbytes, "min_nbytes")
         self.keep_last = keep_last != 0 and parse_nbytes(keep_last, "keep_last")
         self.link: Any = link_to(self.at)
-        self.num_offloaded = self.offloaded_nbytes = self.num_uploaded = 0
+        self.num_offloaded = self.num_uploaded = 0
         self.lock = threading.RLock()  # autograd unpacks in threads of its own
         self.by_storage = weakref.WeakValueDictionary[int, Block]()  # the newest of each storage
         self.saved: list[weakref.ref[Block]] = []  # in the order of forward
@@ -129,7 +120,11 @@ class offload_activations:
                 block = self.by_storage[storage_of(tensor)] = Block(tensor, len(self.saved))
                 self.saved.append(weakref.ref(block))
                 self.push_out()
-            return Passed(self.unpack, Saved(tensor, block))
+            witness = tensor.detach()  # shares the version counter
+            witness.data = torch.empty(0, dtype=tensor.dtype, device=self.at)
+            layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+            unpack = functools.partial(self.unpack, block, layout)
+            return Passed(unpack, (witness, tensor._version))
 
     def push_out(self) -> None:
         """Older blocks make room for the newest."""
@@ -143,21 +138,18 @@ class offload_activations:
             block.event = self.link.offload(block.host, block.device)  # which keeps it meanwhile
             block.device, self.num_left = None, block.number + 1
             self.num_offloaded += 1
-            self.offloaded_nbytes += block.nbytes
 
     # ---- backward --------------------------------------------------------------------------------
 
-    def unpack(self, saved: Saved) -> Tensor:
-        kept((saved.witness, saved.version))
+    def unpack(self, block: Block, layout: Any, saved: tuple[Tensor, int]) -> Tensor:
+        found: Any = torch.empty_like(kept(saved))
         with self.lock:
-            block = saved.block
             self.bring(block)
             if block.event is not None:
                 self.link.follow(block.event)
-            found = torch.empty(0, dtype=saved.dtype, device=self.at)
-            found.set_(block.device.untyped_storage(), *saved.layout)
+            found.set_(block.device.untyped_storage(), *layout)
             self.bring_ahead(block.number)
-        return found
+        return found  # type: ignore[no-any-return]
 
     def bring(self, block: Block) -> None:
         """Start to copy a block back to the device, if it is not there."""
