@@ -6,31 +6,29 @@ class is needed.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zk.checkpoint import folders
+from zk.checkpoint.contents import Checkpoint
 from zk.checkpoint.files import (
     CheckpointError,
     Entry,
+    check,
     sync_folder,
     undone,
     write_durably,
     write_file,
 )
-from zk.checkpoint.load import Contents
-from zk.checkpoint.manifest import Manifest, Saved
 from zk.precision import CASTABLE
 
 
-@dataclasses.dataclass(frozen=True)
-class Exported:
+class Exported(NamedTuple):
     """The result of ``export``."""
 
     files: list[Path]
@@ -59,72 +57,52 @@ def export(
             ``dtype``; nothing is left in ``out`` then.
         ValueError: if ``out`` exists.
     """
-    if shard_nbytes < 1:
-        raise ValueError(f"a file must be allowed at least 1 byte; got {shard_nbytes}")
-    out = out.resolve()
-    if out.exists():
+    if (out := out.resolve()).exists():
         raise ValueError(f"{out} exists: name a new folder")
-    manifest = Manifest.read(folders.find(checkpoint))
-    manifest.check_files()
-    weights = manifest.weights()
-    tied = {other: kept for other, kept in manifest.head["tied"].items() if kept in weights}
-    beside = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)  # of an export that was killed
-    beside.mkdir(parents=True)
-    with undone(lambda: shutil.rmtree(beside, ignore_errors=True)), Contents(manifest) as contents:
-        entries = [
-            Entry(name, dtype if dtype and w.dtype in CASTABLE else w.dtype, w.cut.shape)
-            for name, (w, *_) in weights.items()
-        ]
-        buffers = {name: contents.buffer(name) for name in contents.buffers}
-        entries += [Entry(name, v.dtype, tuple(v.shape)) for name, v in buffers.items()]
-        files = shards(entries, shard_nbytes)
-        for name, shard in files.items():
-            own = {entry.key for entry in shard}
-            metadata = {"format": "pt"} | {o: kept for o, kept in tied.items() if kept in own}
-            write_file(beside / name, shard, values_of(shard, contents, weights), metadata)
-        total = sum(entry.nbytes for entry in entries)
-        if len(files) > 1:
+    with Checkpoint(folders.find(checkpoint)) as found:
+        for written in found.files.values():
+            check(found.folder, written)
+        entries = entries_of(found, dtype)
+        files, total = shards(entries, shard_nbytes), sum(entry.nbytes for entry in entries)
+        beside = out.with_name(f".{out.name}.partial")
+        shutil.rmtree(beside, ignore_errors=True)  # of an export that was killed
+        beside.mkdir(parents=True)
+        with undone(lambda: shutil.rmtree(beside, ignore_errors=True)):
+            tied = {other: kept for other, kept in found.head["tied"].items() if kept in found.weights}
+            for name, shard in files.items():
+                own = {entry.key for entry in shard}
+                metadata = {"format": "pt"} | {o: kept for o, kept in tied.items() if kept in own}
+                values = (value_of(found, entry) for entry in shard)
+                write_file(beside / name, shard, values, metadata)
             places = {entry.key: name for name, shard in files.items() for entry in shard}
             index = {"metadata": {"total_size": total}, "weight_map": places}
-            path = beside / "model.safetensors.index.json"
-            write_durably(path, json.dumps(index, indent=1).encode())
-        if manifest.head["model_config"]:
-            write_durably(beside / "config.json", manifest.head["model_config"].encode())
-        sync_folder(beside)
-        beside.rename(out)
-        sync_folder(out.parent)
+            more = {"config.json": found.head["model_config"]}  # of Hugging Face
+            if len(files) > 1:
+                more["model.safetensors.index.json"] = json.dumps(index, indent=1)
+            for name, text in more.items():
+                if text:
+                    write_durably(beside / name, text.encode())
+            sync_folder(beside)
+            beside.rename(out)
+            sync_folder(out.parent)
     return Exported([out / name for name in files], len(entries), total, tied)
 
 
-def values_of(
-    entries: Sequence[Entry], contents: Contents, weights: dict[str, list[Saved]]
-) -> Iterator[Tensor]:
-    """The elements of ``entries``, one weight at a time."""
-    for entry in entries:
-        if entry.key in weights:
-            yield rounded(contents.whole(weights[entry.key], "param"), entry)
-        else:
-            yield contents.buffer(entry.key)
+def entries_of(checkpoint: Checkpoint, dtype: torch.dtype | None) -> list[Entry]:
+    """All weights and buffers."""
+    entries = [
+        Entry(name, dtype if dtype and part.dtype in CASTABLE else part.dtype, part.cut.shape)
+        for name, (part, *_) in checkpoint.weights.items()
+    ]
+    buffers = {name: checkpoint.buffer(name) for name in checkpoint.buffers}
+    return entries + [Entry(name, v.dtype, tuple(v.shape)) for name, v in buffers.items()]
 
 
-def shards(entries: Sequence[Entry], shard_nbytes: int) -> dict[str, list[Entry]]:
-    """Files in the order of ``entries``."""
-    shards: list[list[Entry]] = [[]]
-    size = 0
-    for entry in entries:
-        if shards[-1] and size + entry.nbytes > shard_nbytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(entry)
-        size += entry.nbytes
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    of = f"of-{len(shards):05d}.safetensors"
-    return {f"model-{number:05d}-{of}": shard for number, shard in enumerate(shards, 1)}
-
-
-def rounded(values: Tensor, entry: Entry) -> Tensor:
+def value_of(checkpoint: Checkpoint, entry: Entry) -> Tensor:
+    """A weight, rounded once, or a buffer."""
+    if entry.key in checkpoint.buffers:
+        return checkpoint.buffer(entry.key)
+    values = checkpoint.whole(checkpoint.weights[entry.key], "param")
     found = values.to(entry.dtype)
     if entry.dtype == torch.float16 and not torch.equal(found.isinf(), values.isinf()):
         raise CheckpointError(
@@ -132,3 +110,16 @@ def rounded(values: Tensor, entry: Entry) -> Tensor:
             "export bf16 or fp32"
         )
     return found
+
+
+def shards(entries: list[Entry], shard_nbytes: int) -> dict[str, list[Entry]]:
+    """Files in the order of ``entries``."""
+    shards, size = [list[Entry]()], 0
+    for entry in entries:
+        if shards[-1] and size + entry.nbytes > shard_nbytes:
+            shards, size = [*shards, []], 0
+        shards[-1].append(entry)
+        size += entry.nbytes
+    of = f"of-{len(shards):05d}.safetensors"
+    names = [f"model-{number:05d}-{of}" for number in range(1, len(shards) + 1)]
+    return dict(zip(names if len(shards) > 1 else ["model.safetensors"], shards, strict=True))

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zk.checkpoint.contents import crc_of
 from zk.checkpoint.files import (
     MANIFEST,
     CheckpointError,
@@ -32,7 +33,6 @@ from zk.checkpoint.files import (
     sync_folder,
     write_durably,
 )
-from zk.checkpoint.manifest import crc_of
 from zk.logs import rank_log
 
 LATEST = "latest"

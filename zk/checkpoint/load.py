@@ -10,31 +10,18 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from zk.checkpoint import folders, save
-from zk.checkpoint.files import CheckpointError, Tensors, opened
-from zk.checkpoint.manifest import (
-    Cut,
-    Manifest,
-    Saved,
-    buffers_of,
-    crc_of,
-    cuts_of,
-    kind_of,
-    kinds_of,
-    names_of,
-    order_of,
-    restore_random,
-    revived,
-)
+from zk.checkpoint import files, folders, manifest, save
+from zk.checkpoint.contents import Checkpoint, Cut, Saved
+from zk.checkpoint.files import CheckpointError
+from zk.checkpoint.manifest import revived
 
 if TYPE_CHECKING:
     from zk.optimizer import ZeroOptimizer
@@ -62,23 +49,21 @@ def load_checkpoint(
     save.saver_of(optimizer).synchronized()
     if not optimizer._torn:
         optimizer._settle()
-    with checking(optimizer, Path(directory)) as manifest:
-        targets = check(optimizer, manifest, scheduler)
-    head = manifest.head
-    with replacing(optimizer, f"load_checkpoint({str(manifest.path.parent)!r})"):
-        fill_all(optimizer, manifest, targets)
-        for group, saved in zip(optimizer.param_groups, head["groups"], strict=True):
-            group |= revived(saved, group) | {"params": group["params"]}
-        for target in targets:
-            target.count()
-        optimizer._scaler.load_state_dict(head["loss_scale"])
-        optimizer.num_steps = head["counters"]["steps"]
-        optimizer.skipped_steps = head["counters"]["skipped_steps"]
-        if scheduler is not None:
-            scheduler.load_state_dict(revived(head["scheduler"], scheduler.state_dict()))
-        rank = optimizer._layout.comm.rank
-        for said in manifest.ranks[rank : rank + 1]:  # more ranks than saved go on as they are
-            restore_random(said["random"], save.device_of(optimizer))
+    with checked(optimizer, Path(directory), scheduler) as (checkpoint, targets):
+        head, rank = checkpoint.head, optimizer._layout.comm.rank
+        with replacing(optimizer, f"load_checkpoint({str(checkpoint.folder)!r})"):
+            fill_all(optimizer, checkpoint, targets)
+            for group, saved in zip(optimizer.param_groups, head["groups"], strict=True):
+                group |= revived(saved, group) | {"params": group["params"]}
+            for target in targets:
+                target.count()
+            optimizer._scaler.load_state_dict(head["loss_scale"])
+            optimizer.num_steps = head["counters"]["steps"]
+            optimizer.skipped_steps = head["counters"]["skipped_steps"]
+            if scheduler is not None:
+                scheduler.load_state_dict(revived(head["scheduler"], scheduler.state_dict()))
+            for said in checkpoint.ranks[rank : rank + 1]:  # ranks that it lacks stay as they are
+                manifest.restore_random(said["random"], optimizer._layout.device)
     return revived(head["extra"])
 
 
@@ -102,30 +87,6 @@ def replacing(optimizer: ZeroOptimizer, what: str) -> Iterator[None]:
 
 
 # ---- what is checked first -------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def checking(optimizer: ZeroOptimizer, path: Path) -> Iterator[Manifest]:
-    """The checkpoint that all ranks read, after each has checked a share of its files.
-
-    A CheckpointError on one rank, inside too, is one on all.
-    """
-    comm, what = optimizer._layout.comm, f"the checkpoint {path}"
-    try:
-        with comm.together(what):
-            found = folders.find(path) if comm.rank == 0 else path
-        name = comm.words(what, os.path.relpath(found, path))[0]
-        with comm.together(what):  # the first rank's choice, as each rank sees it
-            manifest = Manifest.read(path / name)
-            manifest.check_files(comm.rank, comm.size)
-            yield manifest
-        comm.agree(what, {"its checksum": crc_of(manifest.head)})
-    except CheckpointError:
-        raise
-    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is damaged, another program's, or not alike on all ranks: {error}"
-        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,29 +122,55 @@ class Target:
             store.rule.know(store.groups[self.index], steps, self.numbers or {})
 
 
-def check(optimizer: ZeroOptimizer, manifest: Manifest, scheduler: Any) -> list[Target]:
+@contextlib.contextmanager
+def checked(
+    optimizer: ZeroOptimizer, path: Path, scheduler: Any
+) -> Iterator[tuple[Checkpoint, list[Target]]]:
+    """The checkpoint that all ranks read, after each has checked a share of its files.
+
+    A CheckpointError on one rank is one on all.
+    """
+    comm, what = optimizer._layout.comm, f"the checkpoint {path}"
+    try:
+        with comm.together(what):
+            found = folders.find(path) if comm.rank == 0 else path
+        name = comm.words(what, os.path.relpath(found, path))[0]
+        with comm.together(what):  # the first rank's choice, as each rank sees it
+            checkpoint = Checkpoint(path / name)
+            for written in list(checkpoint.files.values())[comm.rank :: comm.size]:
+                files.check(checkpoint.folder, written)
+            targets = check(optimizer, checkpoint, scheduler)
+        comm.agree(what, {"its checksum": checkpoint.crc})
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
+        why = "is damaged, another program's, or not alike on all ranks"
+        raise CheckpointError(f"{path} {why}: {error}") from error
+    with checkpoint:
+        yield checkpoint, targets
+
+
+def check(optimizer: ZeroOptimizer, checkpoint: Checkpoint, scheduler: Any) -> list[Target]:
     """The checkpoint has all that this optimizer holds; returns its parameters."""
-    where, cuts, weights = manifest.path, cuts_of(optimizer.model), manifest.weights()
-    targets = []
+    where, cuts, targets = checkpoint.path, manifest.cuts_of(optimizer.model), list[Target]()
     for store in optimizer._runtime.stores:
         for index, name in enumerate(store.unit.names):
             cut = cuts[name]
-            parts = weights.get(cut.whole, [])
+            parts = checkpoint.weights.get(cut.whole, [])
             saved = parts[0].cut.shape if parts else "not there"
             if saved != cut.shape:
                 raise CheckpointError(
                     f"{where}: parameter {cut.whole!r} is {saved}, and {cut.shape} in this model"
                 )
-            about = cut, order_of(store, index)
+            about = cut, manifest.order_of(store, index)
             alike = [part for part in parts if (part.cut, part.order) == about][:1]
             targets.append(Target(store, index, cut, alike or parts, bool(alike)))
             check_states(optimizer, where, targets[-1])
-    for name in weights.keys() - {target.cut.whole for target in targets}:
+    for name in checkpoint.weights.keys() - {target.cut.whole for target in targets}:
         raise CheckpointError(f"{where}: parameter {name!r} is not there in this model")
-    check_groups(optimizer, manifest, cuts)
-    with Contents(manifest) as contents:
-        check_buffers(contents, dict(buffers_of(optimizer)))
-    kinds = manifest.head["scheduler_type"], scheduler and type(scheduler).__name__
+    check_groups(optimizer, checkpoint, cuts)
+    check_buffers(checkpoint, dict(manifest.buffers_of(optimizer)))
+    kinds = checkpoint.head["scheduler_type"], scheduler and type(scheduler).__name__
     if kinds[0] != kinds[1]:
         raise CheckpointError(
             f"{where} was saved with scheduler={kinds[0]}, and scheduler={kinds[1]} was given; give the "
@@ -194,104 +181,63 @@ def check(optimizer: ZeroOptimizer, manifest: Manifest, scheduler: Any) -> list[
 
 def check_states(optimizer: ZeroOptimizer, where: Path, target: Target) -> None:
     """The states of a parameter are of the optimizer's kind."""
-    kinds, is_trained = kinds_of(target.store), target.store.unit.is_trained
+    kinds, is_trained = manifest.kinds_of(target.store), target.store.unit.is_trained
     for part in target.parts:
         is_other = {*kinds} != {*part.pieces} and "param" not in (*kinds, *part.pieces)
         if is_other or (is_trained and part.steps and target.numbers is None):
             saved, here = ([*names][1:] or "no state" for names in (part.pieces, kinds))
+            kind = manifest.kind_of(optimizer)
             raise CheckpointError(
-                f"{where} has {saved} of {part.name!r}, and this {kind_of(optimizer)} keeps {here}: "
-                "make the same kind with the same options, or take the weights alone (zk export)"
+                f"{where} has {saved} of {part.name!r}, and this {kind} keeps {here}: make the same "
+                "kind with the same options, or take the weights alone (zk export)"
             )
 
 
-def check_groups(optimizer: ZeroOptimizer, manifest: Manifest, cuts: Mapping[str, Cut]) -> None:
+def check_groups(
+    optimizer: ZeroOptimizer, checkpoint: Checkpoint, cuts: Mapping[str, Cut]
+) -> None:
     """Groups have the same parameters, in any order and tiles."""
-    parts = itertools.chain.from_iterable(manifest.weights().values())
-    saved_as, names = {part.name: part.cut.whole for part in parts}, names_of(optimizer.model)
+    saved_as = {part.name: part.cut for parts in checkpoint.weights.values() for part in parts}
+    names, groups = manifest.names_of(optimizer.model), checkpoint.head["groups"]
     here = [[cuts[names[p]].whole for p in group["params"]] for group in optimizer.param_groups]
-    saved = [[saved_as.get(n) for n in group["params"]] for group in manifest.head["groups"]]
+    saved = [[saved_as[n].whole for n in g["params"] if n in saved_as] for g in groups]
     trained = {cuts[name].whole for store in optimizer._trained for name in store.unit.names}
-    one, other = ([trained & {*group} for group in groups] for groups in (here, saved))
+    one, other = ([trained & {*group} for group in found] for found in (here, saved))
     if one != other:
         raise CheckpointError(
-            f"{manifest.path} has other parameter groups than this optimizer; build the same groups in "
-            "the same order first"
+            f"{checkpoint.path} has other parameter groups than this optimizer; build the same groups "
+            "in the same order first"
         )
 
 
-def check_buffers(contents: Contents, buffers: Mapping[str, Tensor]) -> None:
+def check_buffers(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:
     """The model has the buffers that were saved."""
-    where, names = contents.manifest.path, sorted(contents.buffers)
-    if names != sorted(buffers):
-        raise CheckpointError(f"{where} has the buffers {names}, and this model {sorted(buffers)}")
+    where, names, own = checkpoint.path, sorted(checkpoint.buffers), sorted(buffers)
+    if names != own:
+        raise CheckpointError(f"{where} has the buffers {names}, and this model {own}")
     for name, buffer in buffers.items():
-        saved, own = ((v.dtype, tuple(v.shape)) for v in (contents.buffer(name), buffer))
-        if saved[1] != own[1] or saved[0].is_floating_point != own[0].is_floating_point:
-            raise CheckpointError(f"{where}: buffer {name!r} is {saved}, and {own} in this model")
-
-
-# ---- what is read ----------------------------------------------------------------------------------
-
-
-class Contents(contextlib.ExitStack):
-    """The tensors of a checkpoint, as a context: files are opened as they are needed."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        super().__init__()
-        self.manifest, first = manifest, manifest.ranks[0]
-        self.buffers = dict.fromkeys(first["buffers"], first["file"])
-        self.file = functools.cache(self.open)
-
-    def open(self, name: str) -> Tensors:
-        folder, written = self.manifest.path.parent, self.manifest.files[name]
-        return Tensors(self.enter_context(opened(folder, written)))
-
-    def buffer(self, name: str) -> Tensor:
-        file, key = self.file(self.buffers[name]), f"buffer/{name}"
-        return file.elements(key).view(file.entry(key).shape)
-
-    def elements(self, part: Saved, kind: str, start: int, stop: int) -> Tensor:
-        """Elements of a parameter, in the order in which it was saved: (n,). Zeros of no kind."""
-        runs, at, end = [], part.offset + start, part.offset + stop
-        for piece in part.pieces.get(part.as_kind(kind), ()):
-            if at < min(end, piece.stop):
-                upto, first = min(end, piece.stop), piece.start
-                runs.append(self.file(piece.file).elements(piece.key, at - first, upto - first))
-                at = upto
-        return torch.cat(runs) if runs else torch.zeros(stop - start)
-
-    def whole(self, parts: Sequence[Saved], kind: str) -> Tensor:
-        """A weight, from the parts that it was saved in."""
-        found: Any = None
-        for part in parts:
-            flat = self.elements(part, kind, 0, math.prod(part.shape))
-            inverse = [part.order.index(dim) for dim in range(len(part.shape))]
-            values = flat.view([part.shape[dim] for dim in part.order]).permute(inverse)
-            found = values.new_zeros(part.cut.shape) if found is None else found
-            found[part.cut.place] = values
-        return found  # type: ignore[no-any-return]
+        saved, here = ((v.dtype, tuple(v.shape)) for v in (checkpoint.buffer(name), buffer))
+        if saved[1] != here[1] or saved[0].is_floating_point != here[0].is_floating_point:
+            raise CheckpointError(f"{where}: buffer {name!r} is {saved}, and {here} in this model")
 
 
 # ---- what is filled --------------------------------------------------------------------------------
 
 
-def fill_all(optimizer: ZeroOptimizer, manifest: Manifest, targets: Sequence[Target]) -> None:
+def fill_all(optimizer: ZeroOptimizer, checkpoint: Checkpoint, targets: list[Target]) -> None:
     """Put this rank's elements of all units, and the buffers, in their place, and publish them."""
-    with Contents(manifest) as contents:
-        # all of it, before ranks exchange anything
-        with optimizer._layout.comm.together(f"reading {manifest.path}"):
-            for store, of_unit in itertools.groupby(targets, lambda target: target.store):
-                fill(store, list(of_unit), contents)
-            buffers = dict(buffers_of(optimizer))
-            for name in contents.buffers:
-                buffers[name].copy_(contents.buffer(name))
-        for store in optimizer._runtime.stores:
-            store.is_updated, store.version = True, store.version + 1
-            store.publish()
+    # all of it, before ranks exchange anything
+    with optimizer._layout.comm.together(f"reading {checkpoint.path}"):
+        for store, of_unit in itertools.groupby(targets, lambda target: target.store):
+            fill(store, list(of_unit), checkpoint)
+        for name, buffer in manifest.buffers_of(optimizer):
+            buffer.copy_(checkpoint.buffer(name))
+    for store in optimizer._runtime.stores:
+        store.is_updated, store.version = True, store.version + 1
+        store.publish()
 
 
-def fill(store: UnitStore, targets: Sequence[Target], contents: Contents) -> None:
+def fill(store: UnitStore, targets: list[Target], checkpoint: Checkpoint) -> None:
     """Put this rank's elements of one unit in their place."""
     unit = store.unit
 
@@ -299,7 +245,7 @@ def fill(store: UnitStore, targets: Sequence[Target], contents: Contents) -> Non
     def cut_anew(index: int, kind: str) -> Tensor:
         """A parameter that was saved in other tiles, or in another order, as it lies here."""
         target = targets[index]
-        return unit.flat(index, contents.whole(target.parts, kind)[target.cut.place])
+        return unit.flat(index, checkpoint.whole(target.parts, kind)[target.cut.place])
 
     def values(kind: str, start: int, stop: int) -> Tensor:
         """Elements of this rank's shard."""
@@ -307,7 +253,7 @@ def fill(store: UnitStore, targets: Sequence[Target], contents: Contents) -> Non
         for index, here, wanted in unit.within(store.start + start, store.start + stop):
             target = targets[index]
             if target.is_alike:
-                flat[here] = contents.elements(target.parts[0], kind, wanted.start, wanted.stop)
+                flat[here] = checkpoint.elements(target.parts[0], kind, wanted.start, wanted.stop)
             else:
                 flat[here] = cut_anew(index, kind)[wanted]
         return flat
@@ -317,7 +263,7 @@ def fill(store: UnitStore, targets: Sequence[Target], contents: Contents) -> Non
             for start in range(bound.start, bound.stop, save.PIECE_NUMEL):
                 stop = min(start + save.PIECE_NUMEL, bound.stop)
                 part = {n: f[start - bound.start : stop - bound.start] for n, f in fields.items()}
-                exact = {kind: values(kind, start, stop) for kind in kinds_of(store)}
+                exact = {kind: values(kind, start, stop) for kind in manifest.kinds_of(store)}
                 if unit.is_trained:
                     store.codec.write(part, exact)
                 else:  # codecs take some dtypes for codes of theirs

@@ -1,46 +1,24 @@
-"""The manifest of a checkpoint: parameters by name, where their elements are, and what is no tensor.
-
-The format is that of 0.1.0 (version 4).
-"""
+"""What the manifest of a checkpoint says of an optimizer, and of all that is no tensor."""
 
 from __future__ import annotations
 
 import base64
-import dataclasses
-import json
 import random
 import zlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zk.checkpoint.files import MANIFEST, CheckpointError, Written, check, read_bytes
+from zk.checkpoint.contents import FORMAT, Cut
 
 if TYPE_CHECKING:
     from zk.optimizer import ZeroOptimizer
     from zk.store import UnitStore
 
-FORMAT = {"format": "zk checkpoint", "version": 4, "model_parallel": 1}
-
-
 # ---- what is said of an optimizer ------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """The place of a parameter in the weight that the model has without tiles: mostly all of it."""
-
-    whole: str
-    shape: tuple[int, ...]
-    place: tuple[slice, ...]
-
-    @classmethod
-    def all_of(cls, name: str, shape: tuple[int, ...]) -> Cut:
-        return cls(name, tuple(shape), tuple(slice(0, size) for size in shape))
 
 
 def cuts_of(model: nn.Module) -> dict[str, Cut]:
@@ -208,118 +186,3 @@ def packed(numbers: np.ndarray) -> str:
 
 def unpacked(text: str, dtype: type[np.generic]) -> np.ndarray:
     return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).copy()
-
-
-# ---- what is read of a checkpoint ------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Consecutive elements of one unit's flat buffer, of one kind, as a tensor of a file."""
-
-    unit: int
-    kind: str
-    """"master", a state of the optimizer, or "param" where there is no optimizer state."""
-    start: int
-    stop: int
-    key: str
-    file: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """A parameter of a checkpoint: a weight, or a tile of one."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    """In which it computed."""
-    cut: Cut
-    order: tuple[int, ...]
-    """Of its dimensions in memory."""
-    pieces: dict[str, list[Piece]]
-    """Kind -> where the elements of its unit are, in order."""
-    offset: int
-    """Its first element in its unit."""
-    steps: int
-    scalars: dict[str, Any]
-
-    @classmethod
-    def read(cls, said: Mapping[str, Any], pieces: dict[str, list[Piece]]) -> Saved:
-        """What a manifest says of a parameter."""
-        name, shape = said["name"], tuple(said["shape"])
-        cut, whole = Cut.all_of(name, shape), said.get("whole")
-        if whole:  # 0.1.0 says it of tiles alone
-            place = tuple(slice(*part) for part in whole["place"])
-            cut = Cut(whole["name"], tuple(whole["shape"]), place)
-        dtype, order = getattr(torch, said["dtype"]), tuple(said.get("order") or range(len(shape)))
-        rest = said["offset"], said["steps"], said.get("scalars") or {}
-        return cls(name, shape, dtype, cut, order, pieces, *rest)
-
-    def as_kind(self, kind: str) -> str:
-        """The kind that has the values of ``kind``; empty: none.
-
-        What is frozen on one side has the master's.
-        """
-        if "param" in (kind, *self.pieces):
-            return next(iter(self.pieces)) if kind in ("param", "master") else ""
-        return kind
-
-
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """A checkpoint's manifest, and where every element of it is."""
-
-    path: Path
-    head: dict[str, Any]
-    files: dict[str, Written]
-    ranks: list[dict[str, Any]]
-    """What each rank said of itself."""
-
-    @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """CheckpointError, with the file's name, if it is missing or not ours."""
-        path, ranks = folder / MANIFEST, []
-        try:
-            head = json.loads(read_bytes(path))
-        except ValueError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        if head.pop("crc32", None) != crc_of(head):
-            raise CheckpointError(f"{path} is not what was written: it was damaged, or edited")
-        said = {name: head.get(name) for name in FORMAT}
-        if said != FORMAT:
-            raise CheckpointError(f"{path} is of {said}; this zk reads {FORMAT}")
-        for part in head["parts"]:
-            data = read_bytes(folder / part["name"])
-            if Written.of_bytes(part["name"], data) != Written(**part):
-                raise CheckpointError(f"{folder / part['name']} is not what was written")
-            ranks.append(json.loads(data))
-        return cls(path, head, {file["name"]: Written(**file) for file in head["files"]}, ranks)
-
-    def check_files(self, rank: int = 0, ranks: int = 1) -> None:
-        """Check this rank's share of the tensors."""
-        for written in list(self.files.values())[rank::ranks]:
-            check(self.path.parent, written)
-
-    def weights(self) -> dict[str, list[Saved]]:
-        """The parts of all weights, by the name that they have in the model without tiles."""
-        units, found = self.head["units"], dict[str, list[Saved]]()
-        pieces: list[dict[str, list[Piece]]] = [{k: [] for k in unit["kinds"]} for unit in units]
-        placed = [
-            Piece(*at, said["file"])  # type: ignore[call-arg]
-            for said in self.ranks
-            for at in said["pieces"]
-        ]
-        for piece in sorted(placed, key=lambda piece: piece.start):
-            pieces[piece.unit].setdefault(piece.kind, []).append(piece)
-        for unit, own in zip(units, pieces, strict=True):
-            for param in unit["params"]:
-                if "sha256" not in param:  # as 0.1.0 could leave frozen parameters out
-                    saved = Saved.read(param, own)
-                    found.setdefault(saved.cut.whole, []).append(saved)
-        return found
-
-
-def crc_of(head: Mapping[str, Any]) -> str:
-    """The CRC-32 of a manifest."""
-    return f"{zlib.crc32(json.dumps(head, sort_keys=True, separators=(',', ':')).encode()):08x}"

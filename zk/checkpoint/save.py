@@ -25,8 +25,8 @@ from torch import Tensor
 
 from zk.addon import Addon
 from zk.checkpoint import folders, manifest
+from zk.checkpoint.contents import Piece
 from zk.checkpoint.files import Entry, undone, write_durably, write_file
-from zk.checkpoint.manifest import Piece
 from zk.logs import rank_log
 from zk.memory import host_memory
 from zk.options import is_count
@@ -198,12 +198,11 @@ class Save:
         tensors, words = folders.rank_files(self.rank, self.ranks)
         with contextlib.closing(self.values()) as values:
             written = write_file(folder / tensors, entries, values, {"format": "pt"})
-        pieces = [piece for part in self.parts for piece in part.pieces]
         said = {
             "rank": self.rank,
             "file": tensors,
             "written": dataclasses.asdict(written),
-            "pieces": [[p.unit, p.kind, p.start, p.stop, p.key] for p in pieces],
+            "pieces": [piece for part in self.parts for piece in part.pieces],
             "buffers": sorted(self.buffers),
             "random": self.random,
         }
