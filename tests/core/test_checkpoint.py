@@ -354,7 +354,7 @@ def overtaken(room: int) -> Iterator[None]:
     with (
         mock.patch.object(save, "write_file", patient),
         mock.patch.object(save.Beside, "before_change", change),
-        mock.patch.object(save.Saver, "room", lambda _: room),
+        mock.patch.object(save, "host_memory", lambda: (0, 4 * room)),
     ):
         yield
 

@@ -27,8 +27,7 @@ class Piece(NamedTuple):
     """Consecutive elements of one unit's flat buffer, of one kind, as a tensor of a file."""
 
     unit: int
-    kind: str
-    """"master", a state of the optimizer, or "param" where there is no optimizer state."""
+    kind: str  # "master", a state of the optimizer, or "param" of a frozen unit
     start: int
     stop: int
     key: str
@@ -53,29 +52,24 @@ class Saved:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    """In which it computed."""
+    dtype: torch.dtype  # in which it computed
     cut: Cut
-    order: tuple[int, ...]
-    """Of its dimensions in memory."""
-    pieces: dict[str, list[tuple[Piece, str]]]
-    """Kind -> where the elements of its unit are, in order, and in which file."""
-    offset: int
-    """Its first element in its unit."""
+    order: tuple[int, ...]  # of its dimensions in memory
+    pieces: dict[str, list[tuple[Piece, str]]]  # kind -> those of its unit, in order; their files
+    offset: int  # of its first element in its unit
     steps: int
     scalars: dict[str, Any]
 
     @classmethod
-    def read(cls, said: Mapping[str, Any], pieces: dict[str, list[tuple[Piece, str]]]) -> Saved:
-        """What a manifest says of a parameter."""
+    def read(cls, said: dict[str, Any], pieces: dict[str, list[tuple[Piece, str]]]) -> Saved:
+        """What a manifest says of a parameter; 0.1.0 says some of it where it is unusual."""
         name, shape = said["name"], tuple(said["shape"])
-        cut, whole = Cut.all_of(name, shape), said.get("whole")
-        if whole:  # 0.1.0 says it of tiles alone
+        cut, order = Cut.all_of(name, shape), tuple(said.get("order") or range(len(shape)))
+        if whole := said.get("whole"):
             place = tuple(slice(*part) for part in whole["place"])
             cut = Cut(whole["name"], tuple(whole["shape"]), place)
-        dtype, order = getattr(torch, said["dtype"]), tuple(said.get("order") or range(len(shape)))
         rest = said["offset"], said["steps"], said.get("scalars") or {}
-        return cls(name, shape, dtype, cut, order, pieces, *rest)
+        return cls(name, shape, getattr(torch, said["dtype"]), cut, order, pieces, *rest)
 
     def as_kind(self, kind: str) -> str:
         """The kind that has the values of ``kind``: what is frozen on one side has the master's."""
@@ -103,12 +97,12 @@ class Checkpoint(contextlib.ExitStack):
         said = {name: self.head.get(name) for name in FORMAT}
         if said != FORMAT:
             raise CheckpointError(f"{self.path} is of {said}; this zk reads {FORMAT}")
-        parts = {part["name"]: read_bytes(folder / part["name"]) for part in self.head["parts"]}
+        self.ranks = []  # what each said of itself
         for part in self.head["parts"]:
-            if Written(**part) != Written.of_bytes(part["name"], parts[part["name"]]):
-                raise CheckpointError(f"{folder / part['name']} is not what was written")
-        self.ranks = [json.loads(data) for data in parts.values()]
-        """What each rank said of itself."""
+            data = read_bytes(path := folder / part["name"])
+            if Written(**part) != Written.of_bytes(part["name"], data):
+                raise CheckpointError(f"{path} is not what was written")
+            self.ranks.append(json.loads(data))
         self.files = {file["name"]: Written(**file) for file in self.head["files"]}
         self.buffers = dict.fromkeys(self.ranks[0]["buffers"], self.ranks[0]["file"])
         self.file = functools.cache(self.open)

@@ -15,7 +15,6 @@ import itertools
 import json
 import math
 import os
-import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -80,9 +79,6 @@ class Written:
         return cls(name, len(data), [f"{zlib.crc32(block):08x}" for block in blocks])
 
 
-# ---- writing ---------------------------------------------------------------------------------------
-
-
 def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
     """The beginning of a safetensors file, padded so that data starts on a page."""
     table: dict[str, Any] = {"__metadata__": metadata}
@@ -100,16 +96,9 @@ def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
 def write_file(
     path: Path, entries: list[Entry], values: Iterable[Tensor], metadata: Mapping[str, str]
 ) -> Written:
-    """Write a new safetensors file.
+    """Write a new safetensors file of ``entries``; ``values`` are their elements, of any size each.
 
-    Args:
-        path: must not exist.
-        entries: all tensors it will have.
-        values: their elements in this order, in tensors of any size.
-        metadata: strings for its header.
-
-    Raises:
-        OSError: if there is no room for all of it, before anything is written.
+    OSError if there is no room for all of it, before anything is written.
     """
     header = header_of(entries, metadata)
     nbytes = len(header) + sum(entry.nbytes for entry in entries)
@@ -183,17 +172,13 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# ---- reading ---------------------------------------------------------------------------------------
-
-
 def open_regular(path: Path) -> IO[bytes]:
     """CheckpointError for what is not there, or no regular file."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait
-            raise CheckpointError(f"{path} is no regular file")
-        return open(path, "rb")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the checkpoint is not whole") from None
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing: the checkpoint is not whole")
+    if not path.is_file():  # opening a pipe would wait
+        raise CheckpointError(f"{path} is no regular file")
+    return open(path, "rb")
 
 
 def read_bytes(path: Path) -> bytes:

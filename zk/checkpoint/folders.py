@@ -20,19 +20,11 @@ import secrets
 import shutil
 import socket
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from zk.checkpoint.contents import crc_of
-from zk.checkpoint.files import (
-    MANIFEST,
-    CheckpointError,
-    Written,
-    read_bytes,
-    sync_folder,
-    write_durably,
-)
+from zk.checkpoint.files import MANIFEST, CheckpointError, Written, read_bytes, write_durably
 from zk.logs import rank_log
 
 LATEST = "latest"
@@ -44,11 +36,6 @@ def rank_files(rank: int, ranks: int) -> tuple[str, str]:
     return f"{stem}.safetensors", f"{stem}.json"
 
 
-def place_of(root: Path, step: int) -> Path:
-    """The folder of a step."""
-    return root / f"step-{step:08d}"
-
-
 def begin(final: Path) -> tuple[Path, Lock]:
     """The hidden folder that a checkpoint is in until it is whole, and a lock to be held.
 
@@ -58,25 +45,17 @@ def begin(final: Path) -> tuple[Path, Lock]:
     root = final.parent
     root.mkdir(parents=True, exist_ok=True)
     lock = lock_of(root)
-    for folder in root.glob(".step-*.replaced"):  # a crash came between two renames
-        if place_of_hidden(folder).exists():
-            shutil.rmtree(folder)
-        else:
-            folder.rename(place_of_hidden(folder))
-    for folder in root.glob(".step-*.partial"):
+    for place, folder in steps_in(root, ".step-*.replaced").items():
+        if not place.exists():  # a crash came between two renames
+            folder.rename(place)
+    for folder in (*root.glob(".step-*.replaced"), *root.glob(".step-*.partial")):
         shutil.rmtree(folder)
     beside = final.with_name(f".{final.name}.{secrets.token_hex(4)}.partial")
     beside.mkdir()
     return beside, lock
 
 
-def place_of_hidden(folder: Path) -> Path:
-    return folder.with_name(folder.name.removeprefix(".").split(".")[0])
-
-
-def publish(
-    folder: Path, final: Path, head: Mapping[str, Any], ranks: int, keep: int | None
-) -> None:
+def publish(folder: Path, final: Path, head: dict[str, Any], ranks: int, keep: int | None) -> None:
     """Add the manifest to what ranks have written, and give it its final name."""
     names = [rank_files(rank, ranks)[1] for rank in range(ranks)]
     said = {name: (folder / name).read_bytes() for name in names}
@@ -87,10 +66,9 @@ def publish(
     sealed = json.dumps({**head, "crc32": crc_of(head)}, indent=1)
     write_durably(folder / MANIFEST, sealed.encode())
     replaced = final.with_name(f".{final.name}.replaced")  # another one of the same step
-    if final.exists():
+    with contextlib.suppress(FileNotFoundError):
         final.rename(replaced)
     folder.rename(final)
-    sync_folder(final.parent)
     write_durably(final.parent / LATEST, f"{final.name}\n".encode())
     shutil.rmtree(replaced, ignore_errors=True)
     for old in whole(final.parent)[:-keep] if keep else ():
@@ -105,10 +83,14 @@ def number_of(folder: Path) -> int:
     return int(begins[1]) if begins else 0
 
 
+def steps_in(root: Path, pattern: str) -> dict[Path, Path]:
+    """The place of a step -> the folder that has it."""
+    return {root / folder.name.strip(".").split(".")[0]: folder for folder in root.glob(pattern)}
+
+
 def whole(root: Path) -> list[Path]:
     """All whole checkpoints in ``root``, in the order in which they were finished."""
-    found = {place_of_hidden(folder): folder for folder in root.glob(".step-*.replaced")}
-    found |= {folder: folder for folder in root.glob("step-*")}
+    found = steps_in(root, ".step-*.replaced") | steps_in(root, "step-*")
     there = [folder for folder in found.values() if (folder / MANIFEST).exists()]
     return sorted(there, key=lambda folder: (number_of(folder), folder.name))
 
@@ -117,7 +99,7 @@ def named(root: Path) -> str:
     """What ``latest`` in ``root`` names; empty without one."""
     with contextlib.suppress(OSError, ValueError):
         name = read_bytes(root / LATEST).decode().strip()
-        return name if name == Path(name).name else ""
+        return name * (name == Path(name).name)
     return ""
 
 
@@ -139,14 +121,11 @@ def find(path: Path) -> Path:
             f"{found} has lost its {MANIFEST}: copy it there again, or remove the folder to go on from "
             "the one before it"
         )
-    weights = f"zk.load_pretrained(model, {str(path)!r}) reads the weights that are there"
+    weights = f"; zk.load_pretrained(model, {str(path)!r}) reads the weights that are there"
     raise CheckpointError(
         f"{path} has no checkpoint: neither {MANIFEST} nor a folder step-* with one"
-        + (f"; {weights}" if any(path.glob("*.safetensors*")) else "")
+        + weights * any(path.glob("*.safetensors*"))
     )
-
-
-# ---- one run at a time -----------------------------------------------------------------------------
 
 
 class Lock:

@@ -13,7 +13,7 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,8 @@ from zk.checkpoint import files, folders, manifest, save
 from zk.checkpoint.contents import Checkpoint, Cut, Saved
 from zk.checkpoint.files import CheckpointError
 from zk.checkpoint.manifest import revived
-
-if TYPE_CHECKING:
-    from zk.optimizer import ZeroOptimizer
-    from zk.store import UnitStore
+from zk.optimizer import ZeroOptimizer
+from zk.store import UnitStore
 
 
 @torch.no_grad()
@@ -84,9 +82,6 @@ def replacing(optimizer: ZeroOptimizer, what: str) -> Iterator[None]:
         )
         raise
     optimizer._torn = optimizer._runtime.broken = ""
-
-
-# ---- what is checked first -------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,9 +214,6 @@ def check_buffers(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None
         saved, here = ((v.dtype, tuple(v.shape)) for v in (checkpoint.buffer(name), buffer))
         if saved[1] != here[1] or saved[0].is_floating_point != here[0].is_floating_point:
             raise CheckpointError(f"{where}: buffer {name!r} is {saved}, and {here} in this model")
-
-
-# ---- what is filled --------------------------------------------------------------------------------
 
 
 def fill_all(optimizer: ZeroOptimizer, checkpoint: Checkpoint, targets: list[Target]) -> None:

@@ -6,19 +6,15 @@ import base64
 import random
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from zk.checkpoint.contents import FORMAT, Cut
-
-if TYPE_CHECKING:
-    from zk.optimizer import ZeroOptimizer
-    from zk.store import UnitStore
-
-# ---- what is said of an optimizer ------------------------------------------------------------------
+from zk.optimizer import ZeroOptimizer
+from zk.store import UnitStore
 
 
 def cuts_of(model: nn.Module) -> dict[str, Cut]:
@@ -46,7 +42,6 @@ def of_optimizer(optimizer: ZeroOptimizer, scheduler: Any, extra: Any) -> dict[s
         **FORMAT,
         "optimizer": kind_of(optimizer),
         "world": optimizer._layout.comm.size,
-        "stage": optimizer.config.stage,
         "counters": {"steps": optimizer.num_steps, "skipped_steps": optimizer.skipped_steps},
         "loss_scale": optimizer._scaler.state_dict(),
         "groups": groups,
@@ -56,7 +51,6 @@ def of_optimizer(optimizer: ZeroOptimizer, scheduler: Any, extra: Any) -> dict[s
         "scheduler": scheduler and plain(scheduler.state_dict(), "scheduler.state_dict()"),
         "scheduler_type": scheduler and type(scheduler).__name__,
         "extra": plain(extra, "extra"),
-        "entries": {},
     }
 
 
@@ -113,9 +107,6 @@ def buffers_of(optimizer: ZeroOptimizer, all_names: bool = False) -> Iterator[tu
                 yield f"{prefix}.{name}".removeprefix("."), tensor.detach()
 
 
-# ---- values as JSON --------------------------------------------------------------------------------
-
-
 def plain(value: Any, what: str) -> Any:
     """``value`` as JSON can hold it. TypeError, saying where, for what it cannot."""
     if isinstance(value, (str, bool, int, float, type(None))):
@@ -150,9 +141,6 @@ def revived(value: Any, here: Any = None) -> Any:
         return made
     is_tensor = isinstance(here, Tensor) and isinstance(value, (int, float))
     return torch.full_like(here, value) if is_tensor else value
-
-
-# ---- random numbers --------------------------------------------------------------------------------
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

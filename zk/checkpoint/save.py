@@ -17,7 +17,7 @@ import threading
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,14 +29,11 @@ from zk.checkpoint.contents import Piece
 from zk.checkpoint.files import Entry, undone, write_durably, write_file
 from zk.logs import rank_log
 from zk.memory import host_memory
+from zk.offload.tiers import Fields
+from zk.optimizer import ZeroOptimizer
 from zk.options import is_count
 from zk.parallel.comm import Comm
-
-if TYPE_CHECKING:
-    from zk.addon import Update
-    from zk.offload.tiers import Fields
-    from zk.optimizer import ZeroOptimizer
-    from zk.store import UnitStore
+from zk.store import UnitStore
 
 PIECE_NUMEL = 1 << 21  # elements that are widened at once
 DRIVE_ROOM = 1 << 30  # for copies, where there is a drive as host memory is short
@@ -76,30 +73,26 @@ def save_checkpoint(
         raise ValueError(f"keep must be a number of checkpoints, at least 1, or None; got {keep!r}")
     if on_save_error not in ("raise", "warn"):
         raise ValueError(f"on_save_error must be 'raise' or 'warn'; got {on_save_error!r}")
-    saver, comm, root = saver_of(optimizer), optimizer._layout.comm, Path(directory)
+    saver, comm = saver_of(optimizer), optimizer._layout.comm
     saver.synchronized()
     optimizer._settle()
-    with comm.together(f"saving into {root}"):
-        save = Save(optimizer, root, scheduler, extra, keep)
-    quiet = on_save_error == "warn"
+    with comm.together(f"saving into {os.fspath(directory)}"):
+        final = Path(directory, f"step-{optimizer.num_steps:08d}")
+        save = Save(optimizer, final, manifest.of_optimizer(optimizer, scheduler, extra), keep)
+    quiet = (OSError,) if on_save_error == "warn" else ()
     if async_save:
         saver.start(save, quiet)
-        return save.final
+        return final
     try:
         save.run(saver, comm)
-    except OSError as error:
-        if not quiet:
-            raise
+    except quiet as error:
         warn(error)
         return None
-    return save.final
+    return final
 
 
 def warn(error: BaseException) -> None:
     rank_log.warning("a checkpoint was not saved: %s", error)
-
-
-# ---- what is written -------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -120,30 +113,28 @@ class Part:
     store: UnitStore
     number: int
     pieces: list[Piece]
-
-    @property
-    def entries(self) -> list[Entry]:
-        dtype_of = self.store.dtype_of
-        return [Entry(p.key, dtype_of(p.kind), (p.stop - p.start,)) for p in self.pieces]
+    entries: list[Entry]
 
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.entries)
 
+    def fetch(self) -> None:
+        """Start to bring it to memory."""
+        self.store.param.fetch()
+        for chunk in self.store.states[self.number : self.number + 1]:
+            chunk.fetch()
+
     def values(self) -> Iterator[Tensor]:
         """Each piece; may be a view of the chunk."""
         store, first = self.store, self.store.start + self.store.bounds[self.number].start
         with fields_of(store, self.number, changed=False) as fields:
-            for piece in self.pieces:
+            for piece, entry in zip(self.pieces, self.entries, strict=True):
                 here = slice(piece.start - first, piece.stop - first)
                 part = {name: field[here] for name, field in fields.items()}
                 # codecs take some dtypes of frozen parameters for codes of theirs
                 value = store.codec.read(part, piece.kind) if store.unit.is_trained else part["param"]
-                yield value.to(store.dtype_of(piece.kind))
-
-    def copies(self) -> list[Tensor]:
-        """Each piece, in host memory of its own."""
-        return [torch.empty(v.shape, dtype=v.dtype).copy_(v) for v in self.values()]
+                yield value.to(entry.dtype)
 
 
 def parts_of(optimizer: ZeroOptimizer) -> Iterator[Part]:
@@ -159,47 +150,45 @@ def parts_of(optimizer: ZeroOptimizer) -> Iterator[Part]:
                 for at in range(start, stop, PIECE_NUMEL)
                 for kind in manifest.kinds_of(store)
             ]
-            yield from [Part(store, number, pieces)] * bool(pieces)
+            sizes = [(store.dtype_of(p.kind), (p.stop - p.start,)) for p in pieces]
+            entries = [Entry(p.key, *size) for p, size in zip(pieces, sizes, strict=True)]
+            yield from [Part(store, number, pieces, entries)] * bool(pieces)
 
 
 class Save:
     """One checkpoint of the optimizer as it is now. All ranks make one and run it."""
 
     def __init__(
-        self, optimizer: ZeroOptimizer, root: Path, scheduler: Any, extra: Any, keep: int | None
+        self, optimizer: ZeroOptimizer, final: Path, head: dict[str, Any], keep: int | None
     ) -> None:
-        comm = optimizer._layout.comm
-        self.keep, self.rank, self.ranks = keep, comm.rank, comm.size
-        self.final = folders.place_of(root, optimizer.num_steps)
-        self.head = manifest.of_optimizer(optimizer, scheduler, extra)
-        self.random = manifest.random_state(device_of(optimizer))
+        self.final, self.head, self.keep = final, head, keep
+        self.random = manifest.random_state(optimizer._layout.device)
         self.parts = list(parts_of(optimizer))
-        self.buffers = dict(manifest.buffers_of(optimizer)) if comm.rank == 0 else {}
+        is_first = optimizer._layout.comm.rank == 0
+        self.buffers = dict(manifest.buffers_of(optimizer)) if is_first else {}
         self.beside = Beside(self.parts)
 
     def run(self, saver: Saver, comm: Comm) -> None:
         """Write it; raises, on all ranks, if that fails on one of them, and leaves nothing of it."""
         what, beside, final = f"saving {self.final}", self.final, self.final
         with comm.together(what):
-            if self.rank == 0:
+            if comm.rank == 0:
                 beside, saver.lock = folders.begin(final)
         beside = final.with_name(comm.words(what, beside.name)[0])
         with undone(lambda: shutil.rmtree(beside, ignore_errors=True)):
             with comm.together(what):
-                self.write(beside)
+                self.write(beside, *folders.rank_files(comm.rank, comm.size))
             with comm.together(what):
-                if self.rank == 0:
-                    folders.publish(beside, final, self.head, self.ranks, self.keep)
+                if comm.rank == 0:
+                    folders.publish(beside, final, self.head, comm.size, self.keep)
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, tensors: str, words: str) -> None:
         """Write this rank's tensors, and what it says of them."""
         entries = [entry for part in self.parts for entry in part.entries]
         entries += [Entry(f"buffer/{k}", v.dtype, tuple(v.shape)) for k, v in self.buffers.items()]
-        tensors, words = folders.rank_files(self.rank, self.ranks)
         with contextlib.closing(self.values()) as values:
             written = write_file(folder / tensors, entries, values, {"format": "pt"})
         said = {
-            "rank": self.rank,
             "file": tensors,
             "written": dataclasses.asdict(written),
             "pieces": [piece for part in self.parts for piece in part.pieces],
@@ -211,30 +200,21 @@ class Save:
     def values(self) -> Generator[Tensor]:
         """All that is saved, from where it is or from its copy."""
         for part, following in itertools.zip_longest(self.parts, self.parts[1:]):
-            if following is not None and following.store.unit.is_trained:
-                following.store.param.fetch()
-                following.store.states[following.number].fetch()
+            if following is not None:
+                following.fetch()
             with self.beside.taken(part) as copies:
                 yield from part.values() if copies is None else copies
         yield from self.buffers.values()
 
 
-# ---- in the background -----------------------------------------------------------------------------
-
-
 class Beside:
-    """What a save has not read yet, and copies of what an update had to change before.
+    """What a save has not read yet, and copies of what an update had to change before."""
 
-    Args:
-        parts: that will be read.
-        room: bytes that copies may take.
-    """
-
-    def __init__(self, parts: Sequence[Part] = (), room: int = 0) -> None:
+    def __init__(self, parts: Sequence[Part] = ()) -> None:
         self.unread = {(part.store, part.number): part for part in parts}
         self.versions = {part.store: versions_of(part.store) for part in parts}
         self.copied: dict[Part, list[Tensor]] = {}
-        self.room, self.changes = room, threading.Condition()
+        self.room, self.changes = 0, threading.Condition()  # bytes that copies may take
         self.reading: Part | None = None
         self.spoiled = ""  # the unit that users have written to
 
@@ -245,7 +225,8 @@ class Beside:
             part = self.unread.get((store, number))
             if part is not None and part is not self.reading and part.nbytes <= self.room:
                 self.room -= part.nbytes
-                self.copied[part] = part.copies()
+                values = part.values()
+                self.copied[part] = [torch.empty(v.shape, dtype=v.dtype).copy_(v) for v in values]
                 del self.unread[store, number]
             self.changes.wait_for(lambda: (store, number) not in self.unread)
 
@@ -289,34 +270,35 @@ class Saver(Addon):
     """Saves of one optimizer, one at a time, and the lock of the folder that they go to."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
-        self.layout, self.device = optimizer._layout, device_of(optimizer)
+        self.layout = optimizer._layout
         self.lock: folders.Lock | None = None
         self.own: Comm | None = None  # collectives of saves in the background
         self.future: Future[None] | None = None  # of the save in the background
         self.beside = Beside()
         self.begun = False  # and not all ranks are known to be done; the same on all of them
-        self.quiet = False
+        self.quiet: tuple[type[BaseException], ...] = ()
 
-    def start(self, save: Save, quiet: bool) -> None:
-        """Write ``save`` from now on. ``quiet``: what the drive refuses is logged, and not raised."""
-        comm = self.own = self.own or own_comm(self.layout.comm)
+    def start(self, save: Save, quiet: tuple[type[BaseException], ...]) -> None:
+        """Write ``save`` from now on. ``quiet``: errors that are logged, and not raised."""
+        comm = self.layout.comm
+        if comm.size > 1 and self.own is None:
+            ranks = dist.get_process_group_ranks(comm.group or dist.group.WORLD)
+            own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self.own = Comm(own)
         save.buffers = {name: value.clone() for name, value in save.buffers.items()}
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)  # the thread follows no stream of training
-        self.beside, save.beside.room = save.beside, self.room()
+        if self.layout.device.type != "cpu":  # the thread follows no stream of training
+            torch.accelerator.synchronize(self.layout.device)
+        room = host_memory()[1] // 4
+        save.beside.room = min(room, DRIVE_ROOM) if "nvme" in self.layout.tiers else room
+        self.quiet, self.begun, self.beside = quiet, True, save.beside
         pool = ThreadPoolExecutor(1, "zk-save")  # a program that ends waits for it
-        self.quiet, self.begun, self.future = quiet, True, pool.submit(self.run, save, comm)
+        self.future = pool.submit(self.run, save)
         pool.shutdown(wait=False)
 
-    def room(self) -> int:
-        """Bytes of host memory that copies may take."""
-        room = host_memory()[1] // 4
-        return min(room, DRIVE_ROOM) if "nvme" in self.layout.tiers else room
-
     @torch.no_grad()
-    def run(self, save: Save, comm: Comm) -> None:
+    def run(self, save: Save) -> None:
         try:
-            save.run(self, comm)
+            save.run(self, self.own or self.layout.comm)
         except BaseException as error:
             warn(error)  # the program may end before anybody waits
             raise
@@ -326,7 +308,7 @@ class Saver(Addon):
     def changing(self, store: UnitStore, number: int) -> None:
         self.beside.before_change(store, number)
 
-    def around_update(self, run: Update) -> Update:
+    def around_update(self, run: Any) -> Any:
         """Raise what went wrong, on all ranks at the same step."""
         comm, is_done = self.layout.comm, self.future is None or self.future.done()
         if self.begun and comm.total("saves that are done", [float(is_done)]) == [comm.size]:
@@ -338,23 +320,11 @@ class Saver(Addon):
         """Wait for the save in progress. Raises what went wrong in it."""
         error = self.future.exception() if self.future is not None else None
         self.future, self.beside = None, Beside()
-        if error is not None and not (self.quiet and isinstance(error, OSError)):
+        if error is not None and not isinstance(error, self.quiet):
             raise error
 
     def closed(self) -> None:
         self.lock = None
-
-
-def device_of(optimizer: ZeroOptimizer) -> torch.device:
-    return optimizer._runtime.stores[0].unit.device
-
-
-def own_comm(comm: Comm) -> Comm:
-    """Collectives beside those of training, of the same ranks."""
-    if comm.size == 1:
-        return Comm(alone=True)
-    ranks = dist.get_process_group_ranks(comm.group or dist.group.WORLD)
-    return Comm(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
 
 
 def saver_of(optimizer: ZeroOptimizer) -> Saver:

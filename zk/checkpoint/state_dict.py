@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zk.checkpoint.manifest import buffers_of, cuts_of
+from zk.optimizer import ZeroOptimizer
 from zk.options import parse_dtype
 from zk.parallel.gather import place_of
 from zk.precision import CASTABLE
-
-if TYPE_CHECKING:
-    from zk.optimizer import ZeroOptimizer
 
 
 @torch.no_grad()
