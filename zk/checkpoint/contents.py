@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zk.checkpoint.files import MANIFEST, CheckpointError, Tensors, Written, opened, read_bytes
+from zk.checkpoint.files import MANIFEST, CheckpointError, Tensors, Written, regular
 
 FORMAT = {"format": "zk checkpoint", "version": 4, "model_parallel": 1}
 
@@ -88,7 +88,7 @@ class Checkpoint(contextlib.ExitStack):
         super().__init__()
         self.path, self.folder = folder / MANIFEST, folder
         try:
-            self.head = json.loads(read_bytes(self.path))
+            self.head = json.loads(regular(self.path).read_bytes())
         except ValueError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}") from error
         self.crc = self.head.pop("crc32", None)
@@ -99,16 +99,13 @@ class Checkpoint(contextlib.ExitStack):
             raise CheckpointError(f"{self.path} is of {said}; this zk reads {FORMAT}")
         self.ranks = []  # what each said of itself
         for part in self.head["parts"]:
-            data = read_bytes(path := folder / part["name"])
-            if Written(**part) != Written.of_bytes(part["name"], data):
-                raise CheckpointError(f"{path} is not what was written")
-            self.ranks.append(json.loads(data))
-        self.files = {file["name"]: Written(**file) for file in self.head["files"]}
+            self.ranks.append(json.loads(Written(**part).check(folder).read_bytes()))
+        self.files = [Written(**file) for file in self.head["files"]]
         self.buffers = dict.fromkeys(self.ranks[0]["buffers"], self.ranks[0]["file"])
         self.file = functools.cache(self.open)
 
     def open(self, name: str) -> Tensors:
-        return Tensors(self.enter_context(opened(self.folder, self.files[name])))
+        return Tensors(self.enter_context(regular(self.folder / name).open("rb")))
 
     @functools.cached_property
     def weights(self) -> dict[str, list[Saved]]:

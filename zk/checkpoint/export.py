@@ -14,17 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zk.checkpoint import folders
+from zk.checkpoint import files, folders
 from zk.checkpoint.contents import Checkpoint
-from zk.checkpoint.files import (
-    CheckpointError,
-    Entry,
-    check,
-    sync_folder,
-    undone,
-    write_durably,
-    write_file,
-)
+from zk.checkpoint.files import CheckpointError, Entry, write_durably
 from zk.precision import CASTABLE
 
 
@@ -60,32 +52,32 @@ def export(
     if (out := out.resolve()).exists():
         raise ValueError(f"{out} exists: name a new folder")
     with Checkpoint(folders.find(checkpoint)) as found:
-        for written in found.files.values():
-            check(found.folder, written)
+        for written in found.files:
+            written.check(found.folder)
         entries = entries_of(found, dtype)
-        files, total = shards(entries, shard_nbytes), sum(entry.nbytes for entry in entries)
+        made, total = shards(entries, shard_nbytes), sum(entry.nbytes for entry in entries)
         beside = out.with_name(f".{out.name}.partial")
         shutil.rmtree(beside, ignore_errors=True)  # of an export that was killed
         beside.mkdir(parents=True)
-        with undone(lambda: shutil.rmtree(beside, ignore_errors=True)):
+        with files.undone(lambda: shutil.rmtree(beside, ignore_errors=True)):
             tied = {other: kept for other, kept in found.head["tied"].items() if kept in found.weights}
-            for name, shard in files.items():
+            for name, shard in made.items():
                 own = {entry.key for entry in shard}
                 metadata = {"format": "pt"} | {o: kept for o, kept in tied.items() if kept in own}
                 values = (value_of(found, entry) for entry in shard)
-                write_file(beside / name, shard, values, metadata)
-            places = {entry.key: name for name, shard in files.items() for entry in shard}
+                files.write_file(beside / name, shard, values, metadata)
+            places = {entry.key: name for name, shard in made.items() for entry in shard}
             index = {"metadata": {"total_size": total}, "weight_map": places}
             more = {"config.json": found.head["model_config"]}  # of Hugging Face
-            if len(files) > 1:
+            if len(made) > 1:
                 more["model.safetensors.index.json"] = json.dumps(index, indent=1)
             for name, text in more.items():
                 if text:
                     write_durably(beside / name, text.encode())
-            sync_folder(beside)
+            files.sync_folder(beside)
             beside.rename(out)
-            sync_folder(out.parent)
-    return Exported([out / name for name in files], len(entries), total, tied)
+            files.sync_folder(out.parent)
+    return Exported([out / name for name in made], len(entries), total, tied)
 
 
 def entries_of(checkpoint: Checkpoint, dtype: torch.dtype | None) -> list[Entry]:

@@ -73,10 +73,28 @@ class Written:
     block_nbytes: int = BLOCK_NBYTES
 
     @classmethod
-    def of_bytes(cls, name: str, data: bytes) -> Written:
-        """The entry of a small file."""
-        blocks = (data[at : at + BLOCK_NBYTES] for at in range(0, len(data), BLOCK_NBYTES))
-        return cls(name, len(data), [f"{zlib.crc32(block):08x}" for block in blocks])
+    def of(cls, path: Path, each: Callable[..., Iterable[str]] = map) -> Written:
+        """What a file is now: all of it is read, in blocks that ``each`` maps to their checksums."""
+        with regular(path).open("rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+
+            def crc_of(start: int) -> str:
+                with naming(path):
+                    return f"{zlib.crc32(os.pread(file.fileno(), BLOCK_NBYTES, start)):08x}"
+
+            return cls(path.name, nbytes, [*each(crc_of, range(0, nbytes, BLOCK_NBYTES))])
+
+    def check(self, folder: Path) -> Path:
+        """The file, if all of it is what was written."""
+        path = folder / self.name
+        with ThreadPoolExecutor(4, "zk-check") as pool:
+            found = Written.of(path, pool.map)
+        if found != self:
+            raise CheckpointError(
+                f"{path} is not what was written: {found.nbytes} bytes, where there were {self.nbytes}, "
+                "or others; a copy was cut short, or changed"
+            )
+        return path
 
 
 def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
@@ -172,49 +190,13 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def open_regular(path: Path) -> IO[bytes]:
-    """CheckpointError for what is not there, or no regular file."""
+def regular(path: Path) -> Path:
+    """The same; CheckpointError for what is not there, or no regular file."""
     if not path.exists():
         raise CheckpointError(f"{path} is missing: the checkpoint is not whole")
     if not path.is_file():  # opening a pipe would wait
         raise CheckpointError(f"{path} is no regular file")
-    return open(path, "rb")
-
-
-def read_bytes(path: Path) -> bytes:
-    with open_regular(path) as file:
-        return file.read()
-
-
-@contextlib.contextmanager
-def opened(folder: Path, written: Written) -> Iterator[IO[bytes]]:
-    """A file that has the name and the size that a manifest says."""
-    path = folder / str(written.name)
-    with open_regular(path) as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        if (nbytes, BLOCK_NBYTES, folder) != (written.nbytes, written.block_nbytes, path.parent):
-            raise CheckpointError(
-                f"{path} has {nbytes} bytes and was written with {written.nbytes}: it is cut short, or "
-                "another file"
-            )
-        yield file
-
-
-def check(folder: Path, written: Written) -> None:
-    """Compare all of a file with its checksums."""
-    starts = range(0, written.nbytes, BLOCK_NBYTES)
-    with opened(folder, written) as file, ThreadPoolExecutor(4, "zk-check") as pool:
-
-        def crc_of(start: int) -> str:
-            with naming(Path(file.name)):
-                return f"{zlib.crc32(os.pread(file.fileno(), BLOCK_NBYTES, start)):08x}"
-
-        for start, crc, wanted in zip(starts, pool.map(crc_of, starts), written.crc32, strict=True):
-            if crc != wanted:
-                raise CheckpointError(
-                    f"{file.name} is not what was written: the CRC-32 of its bytes from {start} on is "
-                    f"{crc}, and not {wanted}"
-                )
+    return path
 
 
 class Tensors:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from zk.checkpoint.contents import crc_of
-from zk.checkpoint.files import MANIFEST, CheckpointError, Written, read_bytes, write_durably
+from zk.checkpoint.files import MANIFEST, CheckpointError, Written, regular, write_durably
 from zk.logs import rank_log
 
 LATEST = "latest"
@@ -57,10 +57,9 @@ def begin(final: Path) -> tuple[Path, Lock]:
 
 def publish(folder: Path, final: Path, head: dict[str, Any], ranks: int, keep: int | None) -> None:
     """Add the manifest to what ranks have written, and give it its final name."""
-    names = [rank_files(rank, ranks)[1] for rank in range(ranks)]
-    said = {name: (folder / name).read_bytes() for name in names}
-    parts = [dataclasses.asdict(Written.of_bytes(*item)) for item in said.items()]
-    files = [json.loads(data)["written"] for data in said.values()]
+    said = [folder / rank_files(rank, ranks)[1] for rank in range(ranks)]
+    parts = [dataclasses.asdict(Written.of(path)) for path in said]
+    files = [json.loads(path.read_bytes())["written"] for path in said]
     number = 1 + max(map(number_of, whole(final.parent)), default=0)
     head = {"finished": number, **head, "parts": parts, "files": files}
     sealed = json.dumps({**head, "crc32": crc_of(head)}, indent=1)
@@ -98,7 +97,7 @@ def whole(root: Path) -> list[Path]:
 def named(root: Path) -> str:
     """What ``latest`` in ``root`` names; empty without one."""
     with contextlib.suppress(OSError, ValueError):
-        name = read_bytes(root / LATEST).decode().strip()
+        name = regular(root / LATEST).read_text().strip()
         return name * (name == Path(name).name)
     return ""
 
@@ -110,15 +109,13 @@ def find(path: Path) -> Path:
     """
     if (path / MANIFEST).exists():
         return path
-    name = named(path)
-    if name and not name.startswith("step-"):
+    if (name := named(path)) and (path / name).exists():
         return find(path / name)
-    found = path / name if name and (path / name).exists() else next(reversed(whole(path)), path)
-    if (found / MANIFEST).exists():
-        return found
-    if name or any(found.glob("rank-*.safetensors")):
+    if there := whole(path):
+        return there[-1]
+    if any(path.glob("rank-*.safetensors")):
         raise CheckpointError(
-            f"{found} has lost its {MANIFEST}: copy it there again, or remove the folder to go on from "
+            f"{path} has lost its {MANIFEST}: copy it there again, or remove the folder to go on from "
             "the one before it"
         )
     weights = f"; zk.load_pretrained(model, {str(path)!r}) reads the weights that are there"

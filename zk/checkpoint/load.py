@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zk.checkpoint import files, folders, manifest, save
+from zk.checkpoint import folders, manifest, save
 from zk.checkpoint.contents import Checkpoint, Cut, Saved
 from zk.checkpoint.files import CheckpointError
 from zk.checkpoint.manifest import revived
@@ -132,8 +132,8 @@ def checked(
         name = comm.words(what, os.path.relpath(found, path))[0]
         with comm.together(what):  # the first rank's choice, as each rank sees it
             checkpoint = Checkpoint(path / name)
-            for written in list(checkpoint.files.values())[comm.rank :: comm.size]:
-                files.check(checkpoint.folder, written)
+            for written in checkpoint.files[comm.rank :: comm.size]:
+                written.check(checkpoint.folder)
             targets = check(optimizer, checkpoint, scheduler)
         comm.agree(what, {"its checksum": checkpoint.crc})
     except CheckpointError:

@@ -113,7 +113,11 @@ class Part:
     store: UnitStore
     number: int
     pieces: list[Piece]
-    entries: list[Entry]
+
+    @property
+    def entries(self) -> list[Entry]:
+        dtype_of = self.store.dtype_of
+        return [Entry(p.key, dtype_of(p.kind), (p.stop - p.start,)) for p in self.pieces]
 
     @property
     def nbytes(self) -> int:
@@ -129,12 +133,12 @@ class Part:
         """Each piece; may be a view of the chunk."""
         store, first = self.store, self.store.start + self.store.bounds[self.number].start
         with fields_of(store, self.number, changed=False) as fields:
-            for piece, entry in zip(self.pieces, self.entries, strict=True):
+            for piece in self.pieces:
                 here = slice(piece.start - first, piece.stop - first)
                 part = {name: field[here] for name, field in fields.items()}
                 # codecs take some dtypes of frozen parameters for codes of theirs
                 value = store.codec.read(part, piece.kind) if store.unit.is_trained else part["param"]
-                yield value.to(entry.dtype)
+                yield value.to(store.dtype_of(piece.kind))
 
 
 def parts_of(optimizer: ZeroOptimizer) -> Iterator[Part]:
@@ -150,9 +154,7 @@ def parts_of(optimizer: ZeroOptimizer) -> Iterator[Part]:
                 for at in range(start, stop, PIECE_NUMEL)
                 for kind in manifest.kinds_of(store)
             ]
-            sizes = [(store.dtype_of(p.kind), (p.stop - p.start,)) for p in pieces]
-            entries = [Entry(p.key, *size) for p, size in zip(pieces, sizes, strict=True)]
-            yield from [Part(store, number, pieces, entries)] * bool(pieces)
+            yield from [Part(store, number, pieces)] * bool(pieces)
 
 
 class Save:
@@ -249,9 +251,8 @@ class Beside:
 
     def check(self, store: UnitStore) -> None:
         """See that users have not written to a unit that no update has changed."""
-        updates, written = versions_of(store)
-        known = self.versions.get(store, (updates, written))
-        if updates == known[0] and written != known[1]:
+        known, now = self.versions.get(store), versions_of(store)
+        if known and known[0] == now[0] and known != now:
             self.spoiled = store.unit.name
 
     def end(self) -> None:
