@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import logging
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from zk.logs import log
 from zk.options import NAMES, require
 
 # others hold codes, whose values a cast would lose
@@ -77,8 +77,8 @@ def warn_of_slow_products(dtype: torch.dtype) -> None:
     """Warn once of a model that computes in ``dtype`` on a CPU that has no kernels for it."""
     is_slow = dtype in (torch.bfloat16, torch.float16) and torch.backends.mkldnn.is_available()
     if is_slow and not getattr(torch.ops.mkldnn, f"_is_mkldnn_{NAMES[dtype]}_supported")():
-        logging.getLogger("zk").warning(
-            "zk: the model computes in %s, for which torch has no fast kernels on this CPU: matrix "
+        log.warning(
+            "the model computes in %s, for which torch has no fast kernels on this CPU: matrix "
             "products take 10 to 100 times as long as in fp32; use dtype='fp32'",
             NAMES[dtype],
         )

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import itertools
 import json
-import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -21,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from zk.checkpoint.manifest import Cut, cuts_of
+from zk.logs import log
 from zk.nn.deferred import default_device
 from zk.parallel.comm import Comm
 from zk.parallel.gather import place_of
 from zk.promised import device_for, promise
 
-log = logging.getLogger("zk")
 FILES = "model.safetensors.index.json", "model.safetensors"
 PICKLES = ".bin", ".pt", ".pth"
 # buffers of transformers that are saved no more
