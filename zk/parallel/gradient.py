@@ -43,8 +43,8 @@ class Gradient:
         self.present = [False] * count  # which parameters have one, on any rank
         self.factors = [1.0] * count  # what each is multiplied with when it is used or read
         self.scale = 1.0  # the loss scale that values have
-        # (chunk, parameter or ALL) -> sum of squares of this rank's elements, without the factor
-        self.squares: dict[tuple[int, int], Any] = {}
+        # of each chunk: parameter or ALL -> sum of squares of elements, without the factor
+        self.squares: list[dict[int, Any]] = [{} for _ in self.chunks]
         self.local: Tensor | None = None
         self.is_taken = False  # this rank's shard is on its tier
         self.marks: list[Left | None] = [None] * count  # what stands for them in ``param.grad``
@@ -97,9 +97,7 @@ class Gradient:
 
     def settle(self) -> None:
         """Multiply values by the factors that were noted: others are about to be added."""
-        for index, factor in enumerate(self.factors):
-            if factor == 1.0:
-                continue
+        for index, factor in [(i, f) for i, f in enumerate(self.factors) if f != 1.0]:
             if self.local is not None:
                 self.unit.views(self.local)[index].mul_(factor)
             for number, here, _ in self.store.parts(index) if self.is_taken else ():
@@ -138,34 +136,35 @@ class Gradient:
 
     def sum_squares(self, number: int, values: Tensor) -> None:
         """Note the sum of squares of chunk ``number``, or of each parameter in it."""
+        places = [(ALL, slice(None))]
+        if self.sums_each:
+            places = [(index, here) for index, here, _ in self.store.within(number)]
         threads = self.layout.num_threads
-        if not self.sums_each:
-            self.squares[number, ALL] = sum_of_squares(values, threads)
-        for index, here, _ in self.store.within(number) if self.sums_each else ():
-            self.squares[number, index] = sum_of_squares(values[here], threads)
+        self.squares[number] = {i: sum_of_squares(values[here], threads) for i, here in places}
 
     def sum_of_squares(self, index: int | None = None) -> Any:
         """Of one parameter, or of all; a number, or a scalar tensor on a GPU."""
         is_alike = index is None and len(set(self.factors)) == 1
         if not is_alike and not self.sums_each:  # from now on
-            self.sums_each, self.squares = True, {}
-            for number, chunk in enumerate(self.chunks):
+            self.sums_each = True
+            for number, chunk in enumerate(self.chunks if self.is_taken else ()):
                 self.sum_squares(number, chunk.open()["grad"])
                 chunk.close(changed=False)
-        chosen = (key for key in self.squares if index is None or key[1] == index)
         return sum(
-            self.squares[key] * (self.factors[max(key[1], 0)] / self.scale) ** 2 for key in chosen
+            squares * (self.factors[max(i, 0)] / self.scale) ** 2
+            for each in self.squares
+            for i, squares in each.items()
+            if index in (None, i)
         )
 
     # ---- param.grad ------------------------------------------------------------------------------
 
     def leave(self) -> None:
         """The gradients have left: put what stands for them into ``param.grad``."""
-        unit, marks = self.unit, self.marks
-        forms = zip(unit.params, self.present, unit.shapes, unit.strides, strict=True)
-        for index, (param, present, *form) in enumerate(forms):
+        marks = self.marks
+        for index, (param, present) in enumerate(zip(self.unit.params, self.present, strict=True)):
             if present and marks[index] is None:
-                marks[index] = Left(self, index, form, (), object())
+                marks[index] = Left(self, index, object())
             param.grad = marks[index]
         self.added.clear()
 

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from zk.parallel.gradient import Gradient
@@ -44,17 +43,21 @@ class Left(Tensor):
 
     made_by: weakref.ref[Gradient]  # weak, as the garbage collector does not look into param.grad
     number: int
-    views: tuple[Callable[[Tensor], Any], ...]  # what makes the view
-    token: object  # one for all views of one gradient
+    part: Tensor | None  # a view's values
+    token: object  # one for all that stand for one gradient
 
     @staticmethod
-    def __new__(cls, gradient: Gradient, number: int, form: Any, views: Any, token: object) -> Left:
-        """``form``: shape and strides."""
-        unit = gradient.unit
+    def __new__(
+        cls, gradient: Gradient, number: int, token: object, part: Tensor | None = None
+    ) -> Left:
+        unit, shape = gradient.unit, gradient.unit.shapes[number]
+        strides = unit.strides[number]
+        if part is not None:
+            shape, strides = part.shape, part.stride()
         left: Left = torch.Tensor._make_wrapper_subclass(
-            cls, form[0], strides=form[1], dtype=unit.dtype, device=unit.device
+            cls, shape, strides=strides, dtype=unit.dtype, device=unit.device
         )
-        left.made_by, left.number, left.views, left.token = gradient.me, number, views, token
+        left.made_by, left.number, left.token, left.part = gradient.me, number, token, part
         return left
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -67,24 +70,17 @@ class Left(Tensor):
         if func._schema.is_mutable or func.namespace == "c10d":
             return change(func, args, kwargs)
         left = args[0] if args and isinstance(args[0], Left) else None
-        if left is not None and func.is_view:
-            return left.view_by(func, args[1:], kwargs)
+        if left is not None and func in SAME:
+            return left.stand_in(left.part)
         is_norm = func is aten.linalg_vector_norm.default and not any(kwargs.values())
         if left is not None and is_norm and (*args[1:], *NORM[len(args) - 1 :]) == NORM:
             return left.two_norm()
-        return read(func, args, kwargs)
+        values = read(func, args, kwargs)
+        return values if left is None or not func.is_view else tree_map(left.stand_in, values)
 
-    def view_by(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What stands for views: read where they are used, and refused where they are changed."""
-        form = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-        parts, structure = tree_flatten(func(form, *args, **kwargs))
-
-        def left(number: int, part: Tensor) -> Left:
-            own = [] if func in SAME else [lambda v: tree_leaves(func(v, *args, **kwargs))[number]]
-            form, views = (part.shape, part.stride()), (*self.views, *own)
-            return Left(self.gradient, self.number, form, views, self.token)
-
-        return tree_unflatten([left(*each) for each in enumerate(parts)], structure)
+    def stand_in(self, part: Tensor | None) -> Left:
+        """What is read as ``part``, or as all, and refused where it is changed."""
+        return Left(self.gradient, self.number, self.token, part)
 
     @property
     def gradient(self) -> Gradient:
@@ -130,15 +126,12 @@ class Left(Tensor):
 
     def fetched(self) -> Tensor:
         """The reduced gradient, or the view of it: a copy in the parameter's dtype."""
-        value: Tensor = self.current().read(self.number)
-        for view in self.views:
-            value = view(value)
-        return value
+        return self.current().read(self.number) if self.part is None else self.part
 
     def two_norm(self) -> Tensor:
         """Its 2-norm, a scalar."""
         gradient = self.current()
-        if gradient.local is not None or self.views:
+        if gradient.local is not None or self.part is not None:
             two_norm: Tensor = torch.linalg.vector_norm(self.fetched())
             return two_norm
         squares = [float(gradient.sum_of_squares(self.number))]
@@ -160,7 +153,7 @@ def change(func: Any, args: Any, kwargs: Any) -> Any:
     lefts = [value for value in written(func, args, kwargs) if isinstance(value, Left)]
     if not lefts:
         return read(func, args, kwargs)
-    is_whole = not any(left.views for left in lefts)
+    is_whole = all(left.part is None for left in lefts)
     if is_whole and func is aten.zero_.default:
         first.gradient.zero(first.number)
     elif is_whole and func in POWERS and is_number(args[1]):

@@ -48,7 +48,7 @@ class Runtime:
         self.depth, self.thread = 0, 0  # of calls of the model, and who makes them
         self.ending, self.descending = -1, 0  # the backward whose end is awaited, and its thread
         self.makes_graph = False  # that backward was called with create_graph=True
-        self.partitions = False  # some parameters are released between uses
+        self.partitions = layout.stage == 3  # parameters are released between uses
         self.handles: dict[UnitStore | None, list[Any]] = {}
         self.saving: Any = contextlib.nullcontext()  # of saved tensors, within forward
         self.around: tuple[Any, Any] = keep, kept  # the hooks around it
@@ -63,11 +63,12 @@ class Runtime:
         unit = store.unit
         self.stores.append(store)
         self.store_of |= dict.fromkeys(unit.params, store)
-        self.partitions |= store.is_partitioned
         handles = self.handles[store] = []
-        if store.is_partitioned or self.seams.used:
+        if self.partitions or self.seams.used:
             handles += hooks_around(
-                unit.module, lambda *_: self.before_forward(store), lambda *_: self.after_forward(store)
+                unit.module,
+                lambda *_: self.before_forward(store),
+                lambda *_: self.after_forward(store),
             )
         if unit.is_trained:
             self.reducer.waiting[store] = len(unit.params)
@@ -87,7 +88,7 @@ class Runtime:
         if dtype is not None:
             cast = self.model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
             handles.append(cast)
-        blocks = [store.unit.module for store in self.stores if store.unit.module is not self.model]
+        blocks = {store.unit.module for store in self.stores} - {self.model}
         inside = {part for block in blocks for part in block.modules()} | {self.model}
         for module in self.model.modules() if self.partitions else ():
             if not isinstance(module._parameters, UsedParameters):
@@ -187,7 +188,7 @@ class Runtime:
         """Gather a unit, and start to bring those that followed it last time."""
         backward = in_backward()
         self.gather(store, backward)
-        if store.is_partitioned and self.last != (store, backward):
+        if self.last != (store, backward):
             self.following[self.last] = store
             self.last = store, backward
             self.look_ahead(store, backward)
@@ -204,26 +205,24 @@ class Runtime:
             self.counts["prefetch_hits"] += store.gathering is not None
             self.begin_gather(store, backward)
         store.gather()
-        if store.is_partitioned:
-            self.gathered.pop(store, None)
-            self.gathered[store] = None
-            self.by_storage[storage_of(store.full)] = store
-            if backward:
-                self.queue_end()
-                for oldest in list(self.gathered)[: -GATHERED_IN_BACKWARD - self.prefetch]:
-                    self.release(oldest)
+        self.gathered.pop(store, None)
+        self.gathered[store] = None
+        self.by_storage[storage_of(store.full)] = store
+        if backward:
+            self.queue_end()
+            for oldest in list(self.gathered)[: -GATHERED_IN_BACKWARD - self.prefetch]:
+                self.release(oldest)
         for used in self.seams.used:
             used(store)
 
     def look_ahead(self, store: UnitStore, backward: bool) -> None:
-        for ahead in range(self.prefetch):
-            following = self.following.get((store, backward))
-            if following is None:
-                return
-            store = following
-            store.prefetch()
-            if ahead == 0:
-                self.begin_gather(store, backward)
+        ahead = [store]
+        while len(ahead) <= self.prefetch and (ahead[-1], backward) in self.following:
+            ahead.append(self.following[ahead[-1], backward])
+        for other in ahead[1:]:
+            other.prefetch()
+        for following in ahead[1:2]:
+            self.begin_gather(following, backward)
 
     def release(self, store: UnitStore) -> None:
         if self.held[store] or store not in self.gathered:
@@ -276,19 +275,21 @@ class Runtime:
     def on_grad(self, store: UnitStore) -> None:
         """A parameter's gradient is whole. With its last one a unit is released and reduced."""
         self.queue_end()
-        self.makes_graph = torch.is_grad_enabled()  # what a checkpoint computes again always has one
+        self.makes_graph = (
+            torch.is_grad_enabled()
+        )  # what a checkpoint computes again always has one
         waiting = self.reducer.waiting
         waiting[store] -= 1
         if not waiting[store]:
-            self.refuse_backward(store)
+            self.refuse_backward()
             if not self.makes_graph:  # else gradients have a graph, and stay until step()
                 self.release(store)
                 self.reducer.on_whole(store)
 
-    def refuse_backward(self, store: UnitStore) -> None:
+    def refuse_backward(self) -> None:
         """RuntimeError for gradients that have a graph, or no loss scale, where that is wrong."""
         has_scale = self.scaler.scale != 1.0
-        if self.makes_graph and (store.is_partitioned or has_scale):
+        if self.makes_graph and (self.partitions or has_scale):
             raise RuntimeError(
                 "backward(create_graph=True) at stage 3 or with a loss scale: use "
                 "torch.autograd.grad(loss, params, create_graph=True), or stage 2"
@@ -347,24 +348,18 @@ class Hook:
     The module's copies and files have one that does nothing.
     """
 
-    def __init__(self, run: Callable[..., Any]) -> None:
+    def __init__(self, run: Callable[..., Any] | None) -> None:
         self.run = run
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
-        return self.run(*args)
+        return self.run and self.run(*args)
 
     def __reduce__(self) -> Any:
-        return Hook, (nothing,)
+        return Hook, (None,)
 
 
-def nothing(*_: Any) -> None:
-    """A hook of a copy."""
-
-
-def hooks_around(
-    module: nn.Module, before: Callable[..., None], after: Callable[..., None]
-) -> list[Any]:
+def hooks_around(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> Any:
     """Call ``before`` and ``after`` around each forward of ``module``."""
     return [
         module.register_forward_pre_hook(Hook(before), prepend=True),
