@@ -31,8 +31,8 @@ class Comm:
     def __init__(self, group: Group = None, alone: bool = False) -> None:
         self.group = group
         alone = alone or not (dist.is_available() and dist.is_initialized())
-        self.size = 1 if alone else dist.get_world_size(group)
-        self.rank = 0 if alone else dist.get_rank(group)
+        ranks = (1, 0) if alone else (dist.get_world_size(group), dist.get_rank(group))
+        self.size, self.rank = ranks
         if self.rank < 0:
             raise ValueError(
                 f"rank {dist.get_rank()} is not in process_group; make the optimizer on its ranks only"

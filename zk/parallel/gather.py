@@ -17,7 +17,10 @@ Place = tuple[UnitStore, int]
 
 @contextlib.contextmanager
 def gather(
-    params: nn.Parameter | Iterable[nn.Parameter], *, kind: str = "param", write: bool = False
+    params: nn.Parameter | Iterable[nn.Parameter | None],
+    *,
+    kind: str = "param",
+    write: bool = False,
 ) -> Iterator[list[Tensor]]:
     """Make values of parameters whole inside the context. Enter it on all ranks.
 
@@ -34,10 +37,10 @@ def gather(
     """
     wanted = [params] if isinstance(params, nn.Parameter) else list(params)
     places = {param: place for param in wanted for place in [place_of(param)] if place is not None}
+    if kind != "param":
+        yield from gathered_states(wanted, places, kind, write)
+        return
     with contextlib.ExitStack() as stack:
-        if kind != "param":
-            yield from gathered_states(wanted, places, kind, write)
-            return
         stores = dict.fromkeys(store for store, _ in places.values())
         owners = {store: owner for owner in RUNTIMES for store in owner.stores}
         for runtime in dict.fromkeys(map(owners.__getitem__, stores)):  # on all ranks in one order
@@ -52,13 +55,10 @@ def gather(
             raise
 
 
-def place_of(param: nn.Parameter) -> Place | None:
+def place_of(param: nn.Parameter | None) -> Place | None:
     """The store that has ``param``, and its number there; None for what no optimizer has."""
-    for runtime in RUNTIMES:
-        store = runtime.store_of.get(param)
-        if store is not None:
-            return store, next(i for i, own in enumerate(store.unit.params) if own is param)
-    return None
+    stores = [runtime.store_of[param] for runtime in RUNTIMES if param in runtime.store_of]
+    return next(((s, i) for s in stores for i, p in enumerate(s.unit.params) if p is param), None)
 
 
 @torch.no_grad()
@@ -78,12 +78,9 @@ def gathered_states(
 ) -> Iterator[list[Tensor]]:
     """The context for kinds other than "param"."""
     for param in wanted:
-        store, index = places.get(param, (None, 0))
-        if store is None or kind not in store.kinds:
-            known = (
-                "no ZeroOptimizer has it" if store is None else f"it has {', '.join(store.kinds)}"
-            )
-            raise ValueError(f"zk.gather: a parameter has no {kind!r}: {known}")
+        kinds = places[param][0].kinds if param in places else ["no ZeroOptimizer"]
+        if kind not in kinds:
+            raise ValueError(f"zk.gather: a parameter has no {kind!r}: it has {', '.join(kinds)}")
     values = [store.read(kind, index) for store, index in map(places.__getitem__, wanted)]
     with torch.enable_grad():
         yield values
@@ -97,21 +94,19 @@ def gathered_states(
 
 def hooks_of_states(module: nn.Module) -> list[Any]:
     """Make ``state_dict()`` and ``load_state_dict()`` of a module whole: collectives at stage 3."""
-    contexts: list[Any] = []
+    loading = contextlib.ExitStack()
 
     def read(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name, param in module._parameters.items():
-            store, index = (param is not None and place_of(param)) or (None, 0)
+            store, index = place_of(param) or (None, 0)
             if store is not None and store.full is None and prefix + name in state:
                 state[prefix + name] = store.read("param", index).cpu()
 
     def begin(*_: Any) -> None:
-        own = [param for param in module._parameters.values() if param is not None]
-        contexts.append(gather(own, write=True))
-        contexts[-1].__enter__()
+        loading.enter_context(gather([*module._parameters.values()], write=True))
 
     def end(*_: Any) -> None:
-        contexts.pop().__exit__(None, None, None)
+        loading.close()
 
     return [
         module.register_state_dict_post_hook(Hook(read)),

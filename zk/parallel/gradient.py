@@ -6,6 +6,7 @@ collect -> reduce -> take     flattened on this rank; mean over ranks; the shard
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,7 +101,7 @@ class Gradient:
         for index, factor in [(i, f) for i, f in enumerate(self.factors) if f != 1.0]:
             if self.local is not None:
                 self.unit.views(self.local)[index].mul_(factor)
-            for number, here, _ in self.store.parts(index) if self.is_taken else ():
+            for number, here, _ in self.parts(index):
                 self.chunks[number].open()["grad"][here].mul_(factor)
                 self.chunks[number].close(changed=True)
             self.factors[index] = 1.0
@@ -205,11 +206,15 @@ class Gradient:
             self.unit.views(self.local)[index].copy_(value)
             value = torch.zeros_like(value)
         flat = self.unit.flat(index, value)
-        for number, here, there in self.store.parts(index) if self.is_taken else ():
+        for number, here, there in self.parts(index):
             grad = self.chunks[number].open()["grad"]
             grad[here] = flat[there].to(grad)
             self.sum_squares(number, grad)
             self.chunks[number].close(changed=True)
+
+    def parts(self, index: int) -> Iterable[tuple[int, slice, slice]]:
+        """As the store's, of what is on its tier."""
+        return self.store.parts(index) if self.is_taken else ()
 
     def zero(self, index: int) -> None:
         """Make one parameter's gradient zeros: a step with them is a step."""

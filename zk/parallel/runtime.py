@@ -37,7 +37,7 @@ class Runtime:
         self.model, self.prefetch, self.seams = model, prefetch, layout.seams
         self.reducer = layout.reducer
         self.stores: list[UnitStore] = []
-        self.store_of: dict[nn.Parameter, UnitStore] = {}
+        self.store_of: dict[Any, UnitStore] = {}  # by parameter
         self.by_storage: dict[int, UnitStore] = {}  # of full parameters
         self.gathered: dict[UnitStore, None] = {}  # the one used longest ago is first
         self.held = Counter[UnitStore]()  # not to be released: contexts that hold them
@@ -91,8 +91,7 @@ class Runtime:
         blocks = {store.unit.module for store in self.stores} - {self.model}
         inside = {part for block in blocks for part in block.modules()} | {self.model}
         for module in self.model.modules() if self.partitions else ():
-            if not isinstance(module._parameters, UsedParameters):
-                module._parameters = UsedParameters(module._parameters, self.on_read)
+            module._parameters = UsedParameters(module._parameters, self.on_read)
             # a part of the model that is no block may be called by itself
             if module._parameters and module not in inside:
                 handles += hooks_around(module, self.enter, self.leave)
@@ -179,10 +178,9 @@ class Runtime:
 
     def on_read(self, param: nn.Parameter) -> None:
         """A module is asked for a parameter: within forward or backward that is a use."""
-        if self.depth or in_backward():
-            store = self.store_of.get(param)
-            if store is not None and store.full is None:
-                self.use(store)
+        store = self.store_of.get(param)
+        if store is not None and store.full is None and (self.depth or in_backward()):
+            self.use(store)
 
     def use(self, store: UnitStore) -> None:
         """Gather a unit, and start to bring those that followed it last time."""
@@ -194,10 +192,9 @@ class Runtime:
             self.look_ahead(store, backward)
 
     def begin_gather(self, store: UnitStore, backward: bool) -> None:
-        if store.full is None and store.gathering is None:
-            if backward:
-                self.reducer.before_gather(store)
-            store.begin_gather()
+        if backward and store.full is None and store.gathering is None:
+            self.reducer.before_gather(store)
+        store.begin_gather()
 
     def gather(self, store: UnitStore, backward: bool = False) -> None:
         if store.full is None:
@@ -234,9 +231,8 @@ class Runtime:
     def release_all(self) -> None:
         for store in list(self.gathered):
             self.release(store)
-        for store in self.stores:
-            if store.gathering is not None:  # prefetched, and not used
-                store.release()
+        for store in [store for store in self.stores if store.gathering is not None]:
+            store.release()  # it was prefetched, and not used
 
     def pack(self, tensor: Tensor) -> Any:
         """Make a saved view of a unit's parameters a recipe, which keeps no memory."""
