@@ -21,24 +21,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0.dev0"
 __all__ = [
-    "Addon",
-    "CheckpointError",
-    "DynamicLossScale",
-    "TiledLinear",
-    "ZeroConfig",
-    "ZeroOptimizer",
-    "add_config_arguments",
-    "deferred_init",
-    "gather",
-    "init_distributed",
-    "initialize",
-    "load_pretrained",
-    "offload_activations",
-    "profile",
-    "register",
-    "register_methods",
+    "Addon", "CheckpointError", "DynamicLossScale", "TiledLinear", "ZeroConfig", "ZeroOptimizer",
+    "add_config_arguments", "deferred_init", "gather", "init_distributed", "initialize",
+    "load_pretrained", "offload_activations", "profile", "register", "register_methods",
     "tile_linears",
-]
+]  # fmt: skip
 
 # each is imported when it is first used, so that `zk --help` needs no torch
 _MODULES = {

@@ -154,6 +154,7 @@ OPTIONS = {  # option -> "module:class"
 }
 ALWAYS = {  # "module:class" of add-ons that every optimizer has
     "partitioned": "zk.addons.partitioned:Partitioned",
+    "slow_products": "zk.addons.slow_products:SlowProducts",
 }
 METHODS = {  # name of a method of ZeroOptimizer -> "module:function"
     "save_checkpoint": "zk.checkpoint.save:save_checkpoint",

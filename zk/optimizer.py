@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,19 +31,14 @@ from zk.parallel.gather import hooks_of_states
 from zk.parallel.reducer import Reducer
 from zk.parallel.runtime import RUNTIMES, Runtime
 from zk.placement import Place, Size, choose, on_drive, place_buffers
-from zk.precision import (
-    LossScaler,
-    clip_factor,
-    dtypes_of,
-    floats_of,
-    warn_of_slow_products,
-)
+from zk.precision import LossScaler, clip_factor, dtypes_of, floats_of
 from zk.promised import device_for, fill_buffers
 from zk.states import check_states, load_states, states_of, states_of_inners
 from zk.store import Step, UnitStore
 from zk.unit import Unit, blocks_of, chosen_blocks, find_units
 
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+Inners = Sequence[torch.optim.Optimizer]
+Optimizers = torch.optim.Optimizer | Inners
 AHEAD = 2  # chunks that are fetched while one is updated
 
 
@@ -50,24 +46,15 @@ class Layout:
     """Who shares what, where it rests, and which arithmetic updates it."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        inners: list[torch.optim.Optimizer],
-        config: ZeroConfig,
-        seams: Seams,
-        comm: Comm,
+        self, model: nn.Module, inners: Inners, config: ZeroConfig, seams: Seams, comm: Comm
     ) -> None:
         self.config, self.seams, self.stage, self.comm = config, seams, config.stage, comm
         self.reducer = Reducer(self.comm, seams.reduced)
         self.reducer.syncs = config.stage != 1
         self.sharers = self.comm if config.stage else Comm(alone=True)
         self.num_threads = config.num_threads or default_threads()
-        self.owners = {
-            param: (inner, group)
-            for inner in inners
-            for group in inner.param_groups
-            for param in group["params"]
-        }
+        groups = [(inner, group) for inner in inners for group in inner.param_groups]
+        self.owners = {param: pair for pair in groups for param in pair[1]["params"]}
         self.inner, self.rules = inners[0], seams.chain("rules", RULES)
         self.made: dict[Any, Rule] = {}  # (optimizer, kind of rule) -> rule
         self.device = torch.device(config.device or next(model.parameters()).device)
@@ -142,11 +129,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizers,
-        config: ZeroConfig | None = None,
-        **options: Any,
+        self, model: nn.Module, optimizer: Optimizers, config: ZeroConfig | None = None, **options: Any
     ) -> None:
         comm = Comm(options.get("process_group", getattr(config, "process_group", None)))
         with comm.together("ZeroOptimizer()"):
@@ -165,9 +148,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with comm.together("ZeroOptimizer()"):
             self._layout = layout = Layout(model, inners, config, seams, comm)
             units = layout.units(model, dtype_of)
-            on_cpu = {unit.dtype for unit in units if unit.device.type == "cpu"}
-            for dtype in on_cpu if comm.rank == 0 else ():
-                warn_of_slow_products(dtype)
         comm.agree("options and models", alike(model, self.param_groups, config))
         trained = {unit.dtype for unit in units if unit.is_trained}
         self.model, self.config, self._inners = model, config, inners
@@ -188,10 +168,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _adopt(self, units: list[Unit]) -> None:
         """Take units into stores: their parameters move to their tiers, and get hooks."""
         layout, runtime = self._layout, self._runtime
-        freed = [value for unit in units for p in unit.params for value in (p, p.grad)]
-        for states in (states for inner in self._inners for states in inner.state.values()):
-            freed += states.values()
-        layout.place(units, self.model, freed)
+        states = (state for inner in self._inners for state in inner.state.values())
+        values = (value for unit in units for p in unit.params for value in (p, p.grad))
+        layout.place(units, self.model, itertools.chain(values, *(s.values() for s in states)))
         try:
             for unit in units:
                 runtime.attach(UnitStore(unit, layout))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -13,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from zk.logs import log
-from zk.options import NAMES, require
+from zk.options import require
 
 # others hold codes, whose values a cast would lose
 CASTABLE = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -70,18 +68,6 @@ class CastInputs:
             return value.to(self.dtype) if is_cast else value
 
         return tree_map(cast, args), tree_map(cast, kwargs)
-
-
-@functools.cache
-def warn_of_slow_products(dtype: torch.dtype) -> None:
-    """Warn once of a model that computes in ``dtype`` on a CPU that has no kernels for it."""
-    is_slow = dtype in (torch.bfloat16, torch.float16) and torch.backends.mkldnn.is_available()
-    if is_slow and not getattr(torch.ops.mkldnn, f"_is_mkldnn_{NAMES[dtype]}_supported")():
-        log.warning(
-            "the model computes in %s, for which torch has no fast kernels on this CPU: matrix "
-            "products take 10 to 100 times as long as in fp32; use dtype='fp32'",
-            NAMES[dtype],
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
