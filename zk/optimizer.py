@@ -243,7 +243,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for before_step in self._seams.before_step:
             before_step()
         for store in self._runtime.stores:
-            store.wait()
             store.absorb()
             store.publish()
 

@@ -20,6 +20,7 @@ from zk.config import ZeroConfig, pasted
 from zk.memory import host_memory
 from zk.offload.drive import SPARE, Drive, capacity_of
 from zk.offload.link import LINKS
+from zk.options import require
 from zk.parallel.comm import Comm
 from zk.parallel.runtime import GATHERED_IN_BACKWARD
 from zk.unit import Unit
@@ -43,6 +44,11 @@ class Size(NamedTuple):
     moments: int
     is_trained: bool
     is_block: bool  # gathered for its own forward alone
+
+    @property
+    def nbytes(self) -> int:
+        """Of its parameters, full."""
+        return self.numel * self.param
 
     @classmethod
     def of(cls, unit: Unit, fields: Mapping[str, torch.dtype], model: nn.Module) -> Size:
@@ -155,9 +161,9 @@ class Placement:
         moved = [
             s for s, (p, _) in pairs if config.stage == 3 and (self.ranks > 1 or p not in here)
         ]
-        blocks = sorted((s.numel * s.param for s in moved if s.is_block), reverse=True)
-        grads = sorted((s.numel * s.param for s in self.sizes if s.is_trained), reverse=True)
-        outside = sum(s.numel * s.param for s in moved if not s.is_block)
+        blocks = sorted((s.nbytes for s in moved if s.is_block), reverse=True)
+        grads = sorted((s.nbytes for s in self.sizes if s.is_trained), reverse=True)
+        outside = sum(s.nbytes for s in moved if not s.is_block)
         is_away = {state for _, state in places} - {"", "device"} and not self.joined
         in_flight = 3 if self.ranks > 1 else 2 if is_away else 0  # alone, it is where it rests
         is_late = self.ranks > 1 and config.stage == 1  # reduced in step()
@@ -194,11 +200,11 @@ class Placement:
         used["host"] += self.buffers * (on_drive(places) and used["nvme"] > rest)
         for tier in ("device", "host"):
             budget = getattr(self.config, f"{tier}_budget")
-            if budget is not None and used[tier] > budget:
-                raise ValueError(
-                    f"this rank's training state needs {readable(used[tier])} on the {tier} tier, and "
-                    f"{tier}_budget is {readable(budget)}; raise it, or use {REMEDIES[tier]}"
-                )
+            require(
+                budget is None or used[tier] <= budget,
+                f"this rank's training state needs {readable(used[tier])} on the {tier} tier, and "
+                f"{tier}_budget is {readable(budget or 0)}; raise it, or use {REMEDIES[tier]}",
+            )
         return max(0, rest)
 
 
@@ -254,8 +260,9 @@ def rooms(config: ZeroConfig, there: Nbytes, joined: bool) -> dict[str, float]:
 def choose(
     config: ZeroConfig, sizes: list[Size], comm: Comm, device: torch.device, freed: Iterable[Any]
 ) -> tuple[list[Place], int]:
-    """The tiers of each unit, and bytes of the drive's cache; MemoryError, on all ranks, for more than
-    they have. ``freed``: tensors whose memory training gives back.
+    """The tiers of each unit, and bytes of the drive's cache.
+
+    MemoryError on all ranks where one has not enough. ``freed``: tensors that training gives back.
     """
     joined = device.type == "cpu" and device not in LINKS
     placement, held = Placement(config, sizes, comm.size, joined), held_nbytes(freed, joined)
@@ -267,16 +274,15 @@ def choose(
         places = placement.places(rooms(config, there, joined))
         needed = placement.by_memory(placement.at_rest(places))
         few = [name for name, nbytes in there.items() if nbytes < needed[name]]
-        if few:
-            said = (
-                f"{readable(needed[n])} on the {n} tier and has {readable(there[n])}" for n in few
-            )
-            raise MemoryError(
-                "there is not enough memory for this model with "
-                f"{pasted(config, ZeroConfig()) or 'the defaults'}: this rank needs {', '.join(said)}, "
-                "with what the model holds now, and activations come on top. Nothing has been changed; "
-                f"use {REMEDIES[few[0]]} (zk plan says what fits)"
-            )
+        said = (f"{readable(needed[n])} on the {n} tier and has {readable(there[n])}" for n in few)
+        require(
+            not few,
+            "there is not enough memory for this model with "
+            f"{pasted(config, ZeroConfig()) or 'the defaults'}: this rank needs {', '.join(said)}, "
+            "with what the model holds now, and activations come on top. Nothing has been changed; use "
+            f"{REMEDIES.get(''.join(few[:1]))} (zk plan says what fits)",
+            MemoryError,
+        )
     return places, placement.cache(places)
 
 

@@ -207,6 +207,7 @@ class UnitStore:
     @torch.no_grad()
     def absorb(self) -> None:
         """Take what users have written to full parameters into the shard and the masters."""
+        self.wait()
         changed, unit = self.changed() if self.full is not None else (), self.unit
         for index in changed:
             param = unit.params[index]
@@ -334,7 +335,6 @@ class UnitStore:
 
         A collective of the ranks that share it.
         """
-        self.wait()
         self.absorb()
         return self.grad.read(index) if kind == "grad" else self.whole(kind, index)
 
