@@ -232,6 +232,7 @@ def alike(model: nn.Module, groups: list[dict[str, Any]], config: ZeroConfig) ->
         values[f"param_groups[{number}]['params']"] = len(group["params"])
     values |= {
         f"parameter {name!r}": f"{tuple(param.shape)} of {param.dtype}"
+        + f", strides {param.stride()}" * (not param.is_contiguous())
         + ("" if param.requires_grad else ", frozen")
         for name, param in model.named_parameters()
     }

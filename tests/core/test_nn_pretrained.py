@@ -79,23 +79,6 @@ def test_weights_reach_every_kind_of_model(kind: str, form: str, tmp_path: Path)
     optimizer.close()
 
 
-def on_a_rank(case: tuple[str, Path]) -> str:
-    kind, folder = case
-    model, optimizer = loaded(kind, folder / "one.safetensors", folder)
-    want = load_file(folder / "one.safetensors")
-    with zk.gather(model.parameters()):
-        wrong = [name for name, value in tensors(model).items() if not torch.equal(value, want[name])]
-    loss_of(model, batch(1)).backward()
-    optimizer.step()
-    optimizer.close()
-    return " ".join(wrong)
-
-
-def test_quick_over_two_ranks_each_takes_its_part(tmp_path: Path) -> None:
-    saved(tmp_path, "file")
-    assert run_world(2, on_a_rank, [("deferred", tmp_path), ("frozen", tmp_path)]) == [["", ""]] * 2
-
-
 def test_masters_take_the_full_precision_of_the_file(tmp_path: Path) -> None:
     model = GPT()
     want = {name: torch.randn_like(param) for name, param in model.named_parameters()}
@@ -173,7 +156,7 @@ def where_one_rank_fails(folder: Path) -> str:
     return said
 
 
-def test_an_error_of_one_rank_is_raised_by_all(tmp_path: Path) -> None:
+def test_quick_an_error_of_one_rank_is_raised_by_all(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     save_file(nn.Sequential(nn.Linear(4, 4)).state_dict(), tmp_path / "here" / "model.safetensors")
     ((first, second),) = run_world(2, where_one_rank_fails, [tmp_path])

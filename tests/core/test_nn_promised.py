@@ -1,8 +1,7 @@
-"""Tensors without memory are made unit by unit as a ZeroOptimizer takes them."""
+"""Tensors without memory that cannot be made are refused, and nothing is changed."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zk
-from tests.models import DEVICE, GPT, batch, loss_of
+from tests.models import DEVICE, GPT
 from zk.promised import promise
 
 
@@ -36,23 +35,6 @@ def promised() -> tuple[nn.Module, Ones]:
     for tensor in (*model.parameters(), *model.buffers()):
         promise(tensor, ones)
     return model, ones
-
-
-@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 2, "dtype": "bf16"}, {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"}])
-def test_promised_parameters_are_made_in_place(options: dict[str, Any], tmp_path: Path) -> None:
-    model, ones = promised()
-    objects = {name: id(param) for name, param in model.named_parameters()}
-    if "param_tier" in options:
-        options = options | {"nvme_path": tmp_path}
-    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), **options)
-    assert ones.made == len([*model.parameters(), *model.buffers()])
-    assert objects == {name: id(param) for name, param in model.named_parameters()}
-    with zk.gather(model.parameters()):
-        for param in model.parameters():
-            assert (param == 1).all() and isinstance(param, nn.Parameter) and param.requires_grad
-    loss_of(model, batch(0)).backward()
-    optimizer.step()
-    optimizer.close()
 
 
 def test_what_nobody_promises_or_was_changed_is_refused_and_stays() -> None:

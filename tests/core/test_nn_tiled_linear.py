@@ -108,32 +108,6 @@ def test_checkpointed_layers_give_the_same_gradients(reentrant: bool) -> None:
     assert all(map(torch.equal, [x.grad, *(param.grad for param in tiled.parameters())], want))
 
 
-@pytest.mark.device
-@pytest.mark.parametrize("reentrant", (True, False))
-def test_what_a_checkpoint_computes_again_has_the_precision_of_forward(reentrant: bool) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tiled, self.after = TiledLinear(8, 8, out_splits=2), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = x + self.after(torch.tanh(self.tiled(x)))
-            return out
-
-    x, found = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE), []
-    for checkpoints in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(Block(), Block()).to(DEVICE)
-        optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, dtype="bf16")
-        y = x.bfloat16().requires_grad_()
-        for block in model:
-            y = checkpoint(block, y, use_reentrant=reentrant) if checkpoints else block(y)
-        y.float().square().mean().backward()
-        found.append([param.grad.clone() for param in model.parameters()])
-        optimizer.close()
-    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
-
-
 def test_two_calls_before_backward_and_a_compiled_model() -> None:
     linear, tiled = pair((12, 10), 2)
     a, b = torch.randn(3, 12, device=DEVICE, requires_grad=True), torch.randn(4, 12, device=DEVICE)
