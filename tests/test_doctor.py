@@ -98,12 +98,12 @@ def test_an_old_gpu_and_too_little_locked_memory() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 def test_a_cpu_that_is_slow_in_bf16_and_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "has_fast_products", lambda _: False)
+    monkeypatch.setattr(doctor, "multiplies_bf16", lambda: False)
     monkeypatch.setattr(doctor, "host_memory", lambda: (1 * GIB, GIB // 2))
     rows = list(machine())
     assert named(rows, "CPU").to_do == "bf16 is slow on this CPU: use dtype='fp32'"
     assert (
-        named(rows, "memory").found == "512.00 MiB of 1.00 GiB free"
+        named(rows, "memory").found == "512.0 MiB of 1.0 GiB free"
         and "container" in named(rows, "memory").to_do
     )
     assert not any("fp16" in row.to_do for row in rows)
@@ -112,9 +112,8 @@ def test_a_cpu_that_is_slow_in_bf16_and_a_container(monkeypatch: pytest.MonkeyPa
 def test_folders_that_are_no_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = drive(tmp_path / "none")
     assert row.must and row.to_do.startswith(f"mkdir -p {tmp_path / 'none'}")
-    monkeypatch.setattr(doctor, "can_bypass_cache", lambda _: False)
     monkeypatch.setattr(doctor, "in_memory", lambda _: True)
-    monkeypatch.setattr(doctor, "measure_drive", lambda _: (1e8, 1e8))
+    monkeypatch.setattr(doctor, "measure_drive", lambda _: (1e8, 1e8, False))
     memory, direct, rate = drive(tmp_path)
     assert memory.must and "drive" in memory.to_do and direct.found == "no" and "NVMe" in rate.to_do
     monkeypatch.undo()

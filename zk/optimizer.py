@@ -164,6 +164,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._take_over()
         for attach in seams.attach:
             attach(self)
+        addon.call(self, "_made")
 
     def _adopt(self, units: list[Unit]) -> None:
         """Take units into stores: their parameters move to their tiers, and get hooks."""
@@ -397,19 +398,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         super().add_param_group(param_group)
 
-    def metrics(self) -> dict[str, float]:
-        """Numbers for loggers: of steps since the start, and of the last one."""
-        return {
-            "steps": self.num_steps,
-            "skipped_steps": self.skipped_steps,
-            "grad_norm": self.norm,
-            "loss_scale": self._scaler.scale,
-            **self._runtime.counts,
-        }
-
     def __getattr__(self, name: str) -> Any:
         """Methods of rooms that the core does not know, such as save_checkpoint."""
         return addon.method_of(self, name)
+
+    def __repr__(self) -> str:
+        return str(addon.call(self, "__repr__") or super().__repr__())
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *addon.METHODS})

@@ -69,9 +69,7 @@ def start(
     """ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():
-            stream.reconfigure(
-                errors="replace"
-            )  # the locale may not have a character that is printed
+            stream.reconfigure(errors="replace")  # the locale may lack a character
 
 
 @app.command()
@@ -125,17 +123,12 @@ def export(
 ) -> None:
     """Write the model of a checkpoint as safetensors files, with its own parameter names."""
     from zk.checkpoint.export import export as run
-    from zk.core.options import parse_dtype, parse_nbytes
+    from zk.options import parse_dtype, parse_nbytes
 
-    wanted = None if dtype is None else parse_dtype(dtype, "--dtype")
+    wanted = parse_dtype(dtype, "--dtype") if dtype else None
     done = run(checkpoint, out, wanted, parse_nbytes(shard_size, "--shard-size"))
     files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0].name
     typer.echo(f"{done.num_tensors} tensors, {done.nbytes / 1e9:.3f} GB in {files}: {out}")
-    if done.not_there:
-        typer.echo(f"{done.not_there} frozen parameters are not in the checkpoint, nor here")
-    if done.entries:
-        more = f"{done.entries[0]} and {len(done.entries) - 1} more, which state_dict() adds"
-        typer.echo(f"left out: {more}; optimizer.consolidated_state_dict() has them")
     for name, kept in done.tied.items():
         typer.echo(f"{name} is tied to {kept}, and written once")
 

@@ -7,7 +7,6 @@ import os
 import platform
 import resource
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions, version
@@ -17,11 +16,10 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from zk.core.memory import aligned, host_memory, in_memory
-from zk.core.precision import has_fast_products
+from zk.memory import aligned, host_memory, in_memory
 from zk.offload.cpu_adam import default_threads
-from zk.offload.nvme import File, can_bypass_cache
-from zk.offload.tiers import readable
+from zk.offload.file import File
+from zk.tools.summary import size
 
 NEEDED = ("zk", "torch", "numpy", "numba", "psutil", "safetensors")
 USED = ("matplotlib", "transformers", "accelerate", "peft", "trl", "lightning")
@@ -54,6 +52,12 @@ def packages() -> Iterator[Finding]:
     yield Finding("versions", "used if installed", ", ".join(used))
 
 
+def multiplies_bf16() -> bool:
+    """Tell if this CPU multiplies matrices in bf16 about as fast as in fp32."""
+    known = torch.backends.mkldnn.is_available()
+    return not known or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def machine() -> Iterator[Finding]:
     """GPUs, cores and the dtypes that they multiply fast, host memory."""
     has_gpu, has_driver = torch.cuda.is_available(), bool(shutil.which("nvidia-smi"))
@@ -63,38 +67,39 @@ def machine() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         card, free = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)[0]
         fix = "it has no bf16: use dtype='fp16'" * (card.major < 8)
-        yield Finding("machine", f"GPU {index}", f"{card.name}, {readable(free)} free", fix)
+        yield Finding("machine", f"GPU {index}", f"{card.name}, {size(free)} free", fix)
     said = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
     yield Finding("machine", "cores", f"{said}, {default_threads()} update threads per rank")
     names = ("avx512", "avx512_bf16", "amx_tile")
     has = [name for name in names if getattr(torch.cpu, f"_is_{name}_supported", bool)()]
-    said, fast = ", ".join(has) or "no avx512", has_fast_products(torch.bfloat16)
+    said, fast = ", ".join(has) or "no avx512", multiplies_bf16()
     fix = "bf16 is slow on this CPU: use dtype='fp32'" * (not fast and not has_gpu)
     yield Finding("machine", "CPU", f"{said}; bf16 is {'fast' if fast else 'slow'}", fix)
     (total, free), whole = host_memory(), psutil.virtual_memory().total
-    fix = f"a container or ulimit -v allows no more of {readable(whole)}" * (total < whole)
-    yield Finding("machine", "memory", f"{readable(free)} of {readable(total)} free", fix)
+    fix = f"a container or ulimit -v allows no more of {size(whole)}" * (total < whole)
+    yield Finding("machine", "memory", f"{size(free)} of {size(total)} free", fix)
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     low = has_gpu and 0 <= limit < total  # -1 is no limit
     said, fix = f"{limit >> 20} MiB", "ulimit -l unlimited, or docker run --ulimit memlock=-1" * low
     yield Finding("machine", "locked memory", said if limit >= 0 else "no limit", fix, low)
 
 
-def measure_drive(folder: str | Path, nbytes: int = 256 << 20) -> tuple[float, float]:
-    """Measure how fast a drive is read and written, in bytes/s, past the page cache if it can be.
+def measure_drive(folder: str, nbytes: int = 256 << 20) -> tuple[float, float, bool]:
+    """Bytes/s that a drive is read and written, and if that is past the page cache.
 
     Raises OSError if ``folder`` is not there, cannot be written, or has no room for ``nbytes``.
     """
-    size, rates = min(nbytes, 64 << 20), []
-    buffers = [aligned(size).fill_(number) for number in range(4)]
-    with tempfile.TemporaryDirectory(dir=folder) as path, File(f"{path}/file", nbytes) as file:
+    file, rates, part = File([folder], nbytes), [], nbytes // 4
+    try:
+        buffers = [aligned(part).fill_(number) for number in range(4)]
         for move in (file.write_async, file.read_async, file.write_async):  # the first allocates
             start = time.perf_counter()
-            for number, offset in enumerate(range(0, nbytes, size)):
-                move(buffers[number % len(buffers)][: nbytes - offset], offset)
-            file.wait()
+            for request in [move(buffer, part * i) for i, buffer in enumerate(buffers)]:
+                request.wait()
             rates.append(nbytes / (time.perf_counter() - start))
-    return rates[1], rates[2]
+        return rates[1], rates[2], file.direct[0] >= 0
+    finally:
+        file.close()
 
 
 def drive(folder: Path) -> Iterator[Finding]:
@@ -102,10 +107,10 @@ def drive(folder: Path) -> Iterator[Finding]:
     part = str(folder)
     try:
         fix = "it is host memory: choose a folder on a drive" * in_memory(folder)
-        yield Finding(part, "free", readable(shutil.disk_usage(folder).free), fix, bool(fix))
-        fix = "" if can_bypass_cache(part) else "files use the page cache: choose ext4 or xfs"
-        yield Finding(part, "O_DIRECT", "no" if fix else "yes", fix)
-        read, write = measure_drive(folder)
+        yield Finding(part, "free", size(shutil.disk_usage(folder).free), fix, bool(fix))
+        read, write, direct = measure_drive(part)
+        fix = "files use the page cache: choose ext4 or xfs" * (not direct)
+        yield Finding(part, "O_DIRECT", "yes" if direct else "no", fix)
         said, slow = f"{read / 1e9:.2f} GB/s read, {write / 1e9:.2f} written", read < 0.5e9
         yield Finding(part, "rate", said, "use a local NVMe drive" * slow)
     except OSError as error:

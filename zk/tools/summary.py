@@ -1,4 +1,4 @@
-"""Where every byte of training state rests: ``optimizer.summary()``, ``print(optimizer)``, and the block at the start."""
+"""Where the bytes of training state are: ``optimizer.summary()``, ``print(optimizer)``, the start block."""
 
 from __future__ import annotations
 
@@ -7,21 +7,45 @@ import os
 import shutil
 import sys
 import textwrap
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zk.core.fit import footprint_of
-from zk.core.memory import host_memory, ranks_here
-from zk.core.nbytes import placed_of
-from zk.core.placement import Place
-from zk.core.words import count, named, short, size
+from zk import __version__
+from zk.config import ZeroConfig, changes
+from zk.kernels.eight_bit import CODES
 from zk.logs import is_quiet, log, say
+from zk.memory import host_memory
+from zk.offload.link import link_to
+from zk.options import NAMES
+from zk.placement import Place, Placement, Size
 
-_ROWS = {"param": "parameters", "in_place": "in your files", "grad": "gradients", "master": "master", "moments": "moments"}
-_SMALL_NBYTES, _WIDTH = 1 << 30, 80
+if TYPE_CHECKING:
+    from zk.optimizer import ZeroOptimizer
+
+KINDS = {"param": "parameters", "grad": "gradients", "master": "master", "moments": "moments"}
+KEPT = {  # how states are kept, where that is worth a word
+    ("master", torch.float32): "fp32 master",
+    ("master", torch.int16): "fp32 master split",
+    ("master", CODES): "24-bit master",
+    ("exp_avg", torch.bfloat16): "bf16 moments",
+    ("exp_avg", CODES): "8-bit moments",
+}
+COUNTS = {10**12: "T", 10**9: "B", 10**6: "M", 1000: "K", 0: ""}
+SIZES = {1 << 40: "TiB", 1 << 30: "GiB", 1 << 20: "MiB", 1 << 10: "KiB", 0: "B"}
+
+
+def count(number: int) -> str:
+    """As a person would say it: "1.34B"."""
+    least = next(least for least in COUNTS if number >= least)
+    return f"{number / (least or 1):.3g}{COUNTS[least]}"
+
+
+def size(nbytes: float) -> str:
+    """As a person would say it: "1.5 GiB"."""
+    least = next(least for least in SIZES if nbytes >= least)
+    return f"{nbytes / (least or 1):,.{int(least > 0)}f} {SIZES[least]}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,127 +53,104 @@ class Summary:
     """Bytes of this rank's training state by kind and tier, at the fullest point of a step."""
 
     heading: str
-    tiers: dict[str, tuple[str, int, int, int]]
-    """Tier -> name, bytes that are free, bytes that there are, and this rank's share of those."""
+    tiers: dict[str, tuple[str, int, int]]
+    """Tier -> name, bytes that are free, bytes that there are."""
     nbytes: dict[str, dict[str, int]]
-    """Kind -> tier -> bytes."""
-    notes: tuple[str, ...]
-
-    def total(self, tier: str) -> str:
-        """Bytes on a tier and their share of it: "1.5 GiB (6.4%)"."""
-        nbytes, mine = sum(row.get(tier, 0) for row in self.nbytes.values()), self.tiers[tier][3]
-        percent = 100 * nbytes / max(mine, 1)
-        share = f" ({percent:.1f}%)" if percent >= 0.05 else " (<0.1%)"
-        return size(nbytes) + share * (mine > 0) if nbytes else "-"
+    """Tier -> kind -> bytes."""
 
     def __repr__(self) -> str:
-        if sum(sum(row.values()) for row in self.nbytes.values()) < _SMALL_NBYTES:
-            lines = []
-            for tier, (name, free, whole, _) in self.tiers.items():
-                kinds = ", ".join(f"{kind} {size(row[tier])}" for kind, row in self.nbytes.items() if row.get(tier))
-                room = f" {size(free)} free of {size(whole)}" if whole else ""
-                lines += [wrap(f"{name}{room}, state {self.total(tier)}: {kinds}", ", ")] if kinds else []
-        else:
-            cells = [(name, f"{size(free)} free", f"of {size(whole)}") if whole else (name, "", "") for name, free, whole, _ in self.tiers.values()]
-            rows = [["", *row] for row in zip(*cells, strict=True)]
-            rows += [[kind, *(size(row.get(tier, 0)) or "-" for tier in self.tiers)] for kind, row in self.nbytes.items()]
-            rows.append(["total", *map(self.total, self.tiers)])
-            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-            lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([wrap(self.heading, " | "), *lines, *(wrap(note, " ") for note in self.notes)])
+        lines = [wrapped(self.heading, " | ")]
+        for tier, (name, free, whole) in self.tiers.items():
+            kinds = self.nbytes.get(tier, {})
+            said = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in kinds.items())
+            total, percent = sum(kinds.values()), 100 * sum(kinds.values()) / max(whole, 1)
+            share = f"{percent:.1f}%" if percent >= 0.05 else "<0.1%"
+            there = f"{name} {size(free)} free of {size(whole)}"
+            state = f", state {size(total)} ({share}): {said}" if said else ""
+            lines.append(wrapped(there + state, ", "))
+        return "\n".join(lines)
 
 
-def wrap(text: str, between: str) -> str:
+def wrapped(text: str, between: str) -> str:
     """Lines of at most 80 columns, cut where ``between`` is."""
     kept = text.replace(" ", "\0").replace(between.replace(" ", "\0"), between.rstrip() + " ")
-    lines = textwrap.wrap(kept, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(kept, 80, subsequent_indent="  ", break_long_words=False)
     return "\n".join(lines).replace("\0", " ")
 
 
-def configured(config: Any) -> str:
-    """A ZeroConfig as Python that can be copied: one field a line, without those that have their defaults, bytes as GiB."""
-    lines = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        value = named(value) if isinstance(value, torch.dtype) else value
-        if value != field.default:
-            value = f"{float(value) / 2**30:.4g}GiB" if field.name.endswith("_budget") else value
-            lines.append(f"    {field.name}={value!r},\n")
-    return f"zk.ZeroConfig(\n{''.join(lines)})" if lines else "zk.ZeroConfig()"
+def placed(optimizer: ZeroOptimizer) -> tuple[Placement, list[Place]]:
+    """The arithmetic of an optimizer's bytes, and the place of each unit."""
+    layout, stores = optimizer._layout, optimizer._runtime.stores
+    sizes = [Size.of(store.unit, store.codec.fields, optimizer.model) for store in stores]
+    joined = link_to(layout.device) is None
+    found = Placement(optimizer.config, sizes, layout.comm.size, joined)
+    return found, [layout.places[store.unit] for store in stores]
 
 
-def rows_of(optimizer: Any, sizes: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
-    """Bytes by the name of their kind and tier; where device and host are one memory, it is "host"."""
-    nbytes = {kind: Counter[str]() for kind in (*_ROWS.values(), "buffers")}
-    for (tier, kind), amount in sizes.items():
-        nbytes[_ROWS.get(kind, "buffers")]["host" if tier == "device" and optimizer.transfer.joined else tier] += amount
-    return {kind: dict(row) for kind, row in nbytes.items() if any(row.values())}
+def summary(optimizer: ZeroOptimizer) -> Summary:
+    """Bytes of each kind of training state on each tier, of this rank, at the fullest point of a step."""
+    placement, places = placed(optimizer)
+    nbytes: dict[str, Counter[str]] = defaultdict(Counter)
+    for (tier, kind), amount in placement.footprint(places).items():
+        memory = "host" if placement.joined and tier == "device" else tier
+        nbytes[memory][KINDS.get(kind, "buffers")] += amount
+    return Summary(heading(optimizer), memories(optimizer, placement.joined), dict(nbytes))
 
 
-def sizes_of(optimizer: Any, placed: Sequence[Place]) -> Counter[tuple[str, str]]:
-    """Bytes of this rank by tier and kind at the fullest point of a step, as zk.core.fit counts them, with units on these tiers."""
-    units, joined = [held.unit for held in optimizer.held], optimizer.transfer.joined
-    groups, device, config = optimizer.param_groups, optimizer.device, optimizer.config
-    sizes = footprint_of(optimizer.model, units, config, optimizer.comm.shards, joined, optimizer.rules, groups, device, placed=placed).sizes
-    in_place = sum(held.nbytes.get("in_place", 0) for held, (tier, *_) in zip(optimizer.held, placed, strict=True) if tier == "nvme")
-    if in_place and ("files", "in_place") not in sizes:
-        sizes["nvme", "param"] -= in_place
-        sizes["nvme", "in_place"] += in_place
-    return sizes
+def heading(optimizer: ZeroOptimizer) -> str:
+    """What trains, in which precision, on how many ranks."""
+    layout, units = optimizer._layout, [store.unit for store in optimizer._runtime.stores]
+    elements, trained = Counter[Any](), 0
+    for unit in units:
+        elements[NAMES.get(unit.dtype, str(unit.dtype))] += sum(unit.sizes)
+        trained += sum(unit.sizes) * unit.is_trained
+    dtypes = " and ".join(dtype for dtype, _ in elements.most_common())
+    fields = [store.codec.fields for store in optimizer._trained]
+    pairs = ((kind, one.get(kind)) for kind in ("master", "exp_avg") for one in fields)
+    kept = [KEPT[pair] for pair in dict.fromkeys(pairs) if pair in KEPT]
+    numbers = f"{count(elements.total())} parameters"
+    numbers += f" ({count(trained)} trained)" * (trained < elements.total())
+    ranks, threads = layout.comm.size, layout.num_threads
+    parts = (
+        f"zk {__version__}",
+        f"stage {optimizer.config.stage}",
+        ", ".join([dtypes, *kept]),
+        f"{ranks} rank{'s' * (ranks > 1)}, {threads} thread{'s' * (threads > 1)}{' each' * (ranks > 1)}",
+        f"{numbers} in {len(units)} unit{'s' * (len(units) > 1)}",
+    )
+    return " | ".join(parts)
 
 
-def summary_of(optimizer: Any) -> Summary:
-    """The summary of a ZeroOptimizer, of this rank."""
-    placed = placed_of(optimizer)
-    nbytes, sides = rows_of(optimizer, sizes_of(optimizer, placed)), Counter[bool]()
-    for place in placed:
-        sides[place.streams] += sum(numel for tier, numel in place.parts if tier != "device")
-    notes = []
-    if sides[True]:
-        notes.append(f"the GPU updates {sides[True] / sides.total():.0%} of the optimizer state outside its memory, streamed through it")
-    return Summary(_heading(optimizer), _tiers(optimizer, {tier for row in nbytes.values() for tier in row}), nbytes, tuple(notes))
-
-
-def _heading(optimizer: Any) -> str:
-    config, held, world = optimizer.config, optimizer.held, optimizer.everyone.world
-    elements = Counter[torch.dtype]()
-    for store in held:
-        elements[store.unit.dtype] += sum(param.numel() for param in store.unit.params)
-    shards = [store.shard for store in held if store.shard is not None]
-    trained = sum(param.numel() for store in held if store.shard is not None for param in store.unit.users)
-    dtypes = " and ".join(named(dtype) for dtype, _ in elements.most_common()) + " computed in fp32" * any(store.unit.is_widened for store in held)
-    is_split, has_master = any(shard.is_split for shard in shards), any(shard.has_master for shard in shards)
-    master = ", fp32 master split" if is_split else ", fp32 master" if has_master else ""
-    if config.state_dtype == torch.uint8:
-        master = ", 24-bit master" * (is_split or has_master) + ", 8-bit moments"
-    numbers = f"{count(elements.total())} parameters{f' ({count(trained)} trained)' if trained < elements.total() else ''}"
-    ranks, threads = f"{world} rank{'s' * (world > 1)}", f"{optimizer.num_threads} thread{'s' * (optimizer.num_threads > 1)}"
-    version = sys.modules["zk"].__version__
-    return f"zk {version} | stage {config.stage} | {dtypes}{master} | {ranks}, {threads}{' each' * (world > 1)} | {numbers} in {len(held)} units"
-
-
-def _tiers(optimizer: Any, used: set[str]) -> dict[str, tuple[str, int, int, int]]:
-    ranks = ranks_here(optimizer.everyone.world)
-    shared = f" for {ranks} ranks" if ranks > 1 else ""
+def memories(optimizer: ZeroOptimizer, joined: bool) -> dict[str, tuple[str, int, int]]:
+    """The memories that training may use: name, bytes that are free, and that there are."""
     whole, free = host_memory()
-    found = {"host": (f"host{shared}", free, whole, whole // ranks)}
-    if not optimizer.transfer.joined:
-        free, whole = torch.cuda.mem_get_info(optimizer.device)
-        found = {"device": ("GPU", free, whole, whole), **found}
-    if "nvme" in used:
-        paths = [path for path in optimizer.config.nvme_path if os.path.isdir(path)]
+    found = {"host": ("host", free, whole)}
+    if not joined:
+        free, whole = torch.cuda.mem_get_info(optimizer._layout.device)
+        found = {"device": ("GPU", free, whole), **found}
+    for tier in optimizer._layout.tiers.keys() & {"nvme"}:
+        paths: Any = optimizer.config.nvme_path
         drives = {os.stat(path).st_dev: shutil.disk_usage(path) for path in paths}.values()
-        whole, free = sum(drive.total for drive in drives), sum(drive.free for drive in drives)
-        found["nvme"] = short(optimizer.config.nvme_path[0], 16), free, whole, whole // ranks
-    return found | ({"files": ("your files", 0, 0, 0)} if "files" in used else {})
+        free, whole = sum(drive.free for drive in drives), sum(drive.total for drive in drives)
+        found[tier] = f"...{paths[0][-13:]}", free, whole
+    return found
 
 
-def show_once(optimizer: Any) -> None:
+def described(optimizer: ZeroOptimizer) -> str:
+    """What ``print(optimizer)`` shows: the summary, and the options as Python that can be copied."""
+    if not optimizer._runtime.stores:
+        return "ZeroOptimizer, closed"
+    options = changes(optimizer.config, ZeroConfig())
+    lines = "".join(f"    {name}={value!r},\n" for name, value in options.items())
+    return f"{summary(optimizer)}\nzk.ZeroConfig(\n{lines})"
+
+
+def show(optimizer: ZeroOptimizer) -> None:
     """Show the summary of a new ZeroOptimizer: on stderr, or in the output of a notebook's cell."""
-    if is_quiet() or optimizer.everyone.rank:
+    if is_quiet() or optimizer._layout.comm.rank:
         return
     try:
-        shown = summary_of(optimizer)
+        shown = summary(optimizer)
     except Exception:  # a line less to read is no reason to end a run
         log.exception("the summary could not be made")
         return

@@ -27,16 +27,16 @@ from torch import Tensor
 import zk
 from zk.checkpoint import folders
 from zk.checkpoint.export import export
-from zk.core.options import parse_device
-from zk.core.precision import has_fast_products
 from zk.offload.cpu_adam import default_threads
-from zk.offload.tiers import readable
+from zk.options import parse_device
 from zk.tools.gpt import GPT, GPTConfig
+from zk.tools.summary import size
 
 
 @dataclasses.dataclass(slots=True)
 class Run:
     """Measurements of a run. Checkpoints keep them."""
+
     crc32: int  # of the text
     steps: list[tuple[float, float, int]]  # loss, seconds, bytes of memory
     views: list[tuple[float, str]]  # loss and sample, before and after
@@ -94,10 +94,12 @@ def draw_picture(run: Run, path: Path) -> str:
     if importlib.util.find_spec("matplotlib") is None:
         return ""
     from matplotlib.figure import Figure
-    figure, rows = Figure(figsize=(9, 7), layout="constrained"), zip(*run.steps, strict=True)
+
+    figure, columns = Figure(figsize=(9, 7), layout="constrained"), zip(*run.steps, strict=True)
     units = {"loss, nats per byte": 1, "s per step": 1, "GiB of memory in use": 2**30}
-    for axes, label, values in zip(figure.subplots(3, sharex=True), units, rows, strict=True):
-        axes.plot(range(2, len(values) + 1), [v / units[label] for v in values[1:]], linewidth=1)
+    panels = zip(figure.subplots(3, sharex=True), units.items(), columns, strict=True)
+    for axes, (label, unit), values in panels:
+        axes.plot(range(2, len(values) + 1), [v / unit for v in values[1:]], linewidth=1)
         axes.axhline(linewidth=0)  # autoscaling counts 0 in
         axes.set(ylabel=label, xlabel="step", ylim=(0, None))
     figure.savefig(path, dpi=120)
@@ -123,27 +125,29 @@ class Training:
         self.rank, self.device = int(os.environ.get("RANK", "0")), torch.device("cpu")
         self.console = Console(quiet=self.rank != 0, highlight=False, soft_wrap=True)
         if torch.cuda.is_available():
-            self.device = parse_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+            self.device = parse_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}", "LOCAL_RANK")
             torch.cuda.set_device(self.device)
-        elif self.world > 1:
+        if self.world > 1:
+            torch.distributed.init_process_group()
             torch.set_num_threads(default_threads())  # torchrun sets one thread for each rank
         text = read_text(self.data)
         self.text, self.valid = split(text, self.sizes.context)
         self.out.mkdir(parents=True, exist_ok=True)  # fails now if it cannot be written
         torch.manual_seed(0)
-        on_drive = "nvme" in (self.zero.param_tier, self.zero.optimizer_tier)
-        with zk.deferred_init(self.device) if on_drive else self.device:
+        with zk.deferred_init(self.device):
             self.model = GPT(self.sizes)
-        count = sum(param.numel() for param in self.model.parameters())
+        numel = sum(param.numel() for param in self.model.parameters())
         source = ", ".join(map(str, self.data)) or "Python's documentation and standard library"
         self.console.print(f"text         {len(text) / 1e6:.1f} MB: {source}")
-        self.console.print(f"model        {count / 1e6:.2f}M parameters: {self.sizes}")
+        self.console.print(f"model        {numel / 1e6:.2f}M parameters: {self.sizes}")
         self.optimizer = self.zero_optimizer()
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.rate)
         self.run = self.resumed(Run(zlib.crc32(text), [], []))
-        self.first, c, cols = len(self.run.steps), self.console, (BarColumn(20), "{task.description}")
+        self.optimizer.metrics()  # rates begin
+        self.first, columns = len(self.run.steps), (BarColumn(20), "{task.description}")
         self.shown = deque([(time.monotonic(), self.first)])  # in two minutes: when, which step
-        self.bar = Progress(*cols, console=c, auto_refresh=False, disable=not c.is_terminal)
+        is_off = not self.console.is_terminal
+        self.bar = Progress(*columns, console=self.console, auto_refresh=False, disable=is_off)
         self.task = self.bar.add_task("", total=self.steps)
 
     def zero_optimizer(self) -> zk.ZeroOptimizer:
@@ -152,7 +156,7 @@ class Training:
         groups = [{"params": side, "weight_decay": 0.1 * i} for i, side in enumerate(sides)]
         adamw = torch.optim.AdamW(groups, self.lr, betas=(0.9, 0.95))
         has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        dtype = "bf16" if has_bf16 and has_fast_products(torch.bfloat16) else "fp32"
+        dtype = "bf16" if has_bf16 else "fp32"
         if self.device.type == "cuda":
             dtype = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
         return zk.ZeroOptimizer(self.model, adamw, self.zero, dtype=self.zero.dtype or dtype)
@@ -167,7 +171,8 @@ class Training:
         """Load the checkpoint to resume; returns its run. Raises ValueError if it cannot go on."""
         auto = self.resume == "auto"
         found = self.out / "checkpoints" if auto else Path(self.resume or "")
-        if not self.resume or (auto and folders.find(found) is None):
+        is_new = not folders.named(found) and not folders.whole(found)
+        if not self.resume or (auto and is_new):
             return run
         try:
             extra = self.optimizer.load_checkpoint(found, scheduler=self.scheduler)
@@ -198,7 +203,7 @@ class Training:
         rate = f"{self.world * self.batch * self.sizes.context / each:,.0f} bytes/s"
         said = [f"step {step:{len(str(steps))}}/{steps}", f"loss {self.run.steps[-1][0]:.4f}"]
         said += [f"{each:.3f} s/step", rate] * (not is_first) + [f"{lost} skipped"] * (lost > 0)
-        said += [f"waits {metrics['wait_share']:.0%}"] * bool(can_wait)
+        said += [f"waits {metrics.get('wait_share', 0):.0%}"] * bool(can_wait)
         said += [f"eta {left // 60} min {left % 60:02} s"] * (not is_first and step < steps)
         line = "  ".join(said)
         self.bar.update(self.task, completed=step, description=line, refresh=True)
@@ -259,7 +264,7 @@ class Training:
         export(out / "checkpoints", out / "model")
         _, seconds, memory = zip(*run.steps, strict=True)
         say(f"saved        {out / 'model'}{draw_picture(run, out / 'training.png')}")
-        used = f"{statistics.median(seconds):.3f} s (median) and at most {readable(max(memory))}"
+        used = f"{statistics.median(seconds):.3f} s (median) and at most {size(max(memory))}"
         say(f"a step took  {used} of memory")
         for when, (_, text) in zip(("before", "after"), run.views, strict=True):
             lines = "\n".join(f"  | {line}" for line in text.splitlines())
