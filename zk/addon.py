@@ -14,7 +14,7 @@ and knows no add-on by name.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import types
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
@@ -155,6 +155,7 @@ OPTIONS = {  # option -> "module:class"
 ALWAYS = {  # "module:class" of add-ons that every optimizer has
     "partitioned": "zk.addons.partitioned:Partitioned",
     "slow_products": "zk.addons.slow_products:SlowProducts",
+    "shown": "zk.tools.summary:Shown",
 }
 METHODS = {  # name of a method of ZeroOptimizer -> "module:function"
     "save_checkpoint": "zk.checkpoint.save:save_checkpoint",
@@ -162,8 +163,7 @@ METHODS = {  # name of a method of ZeroOptimizer -> "module:function"
     "consolidated_state_dict": "zk.checkpoint.state_dict:consolidated_state_dict",
     "metrics": "zk.tools.metrics:metrics",
     "summary": "zk.tools.summary:summary",
-    "__repr__": "zk.tools.summary:described",
-    "_made": "zk.tools.summary:show",
+    "_described": "zk.tools.summary:described",
 }
 
 
@@ -190,12 +190,6 @@ def method_of(optimizer: ZeroOptimizer, name: str) -> Callable[..., Any]:
     """A registered method; AttributeError for others."""
     require(name in METHODS, f"a ZeroOptimizer has no attribute {name!r}", AttributeError)
     return types.MethodType(found(name, METHODS, AttributeError), optimizer)
-
-
-def call(optimizer: ZeroOptimizer, name: str) -> Any:
-    """What a registered method returns; None where its module is not there."""
-    module = METHODS[name].split(":")[0]
-    return method_of(optimizer, name)() if importlib.util.find_spec(module) else None
 
 
 def make(options: dict[str, Any]) -> list[Addon]:

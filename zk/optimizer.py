@@ -164,7 +164,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._take_over()
         for attach in seams.attach:
             attach(self)
-        addon.call(self, "_made")
 
     def _adopt(self, units: list[Unit]) -> None:
         """Take units into stores: their parameters move to their tiers, and get hooks."""
@@ -403,7 +402,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return addon.method_of(self, name)
 
     def __repr__(self) -> str:
-        return str(addon.call(self, "__repr__") or super().__repr__())
+        return str(self._described())
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *addon.METHODS})

@@ -113,8 +113,8 @@ class Rates:
             **dict(sorted(waits.items())),
             **{name: value for name, value in some.items() if value},
             "peak_host_gib": peak_nbytes() / 2**30,
-            **{"peak_device_gib": peak / 2**30 for peak in peaks},
         }
+        self.last.update(("peak_device_gib", peak / 2**30) for peak in peaks)
         self.restart()
         return self.last
 

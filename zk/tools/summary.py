@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zk import __version__
+from zk.addon import Addon
 from zk.config import ZeroConfig, changes
 from zk.kernels.eight_bit import CODES
 from zk.logs import is_quiet, log, say
@@ -145,17 +146,22 @@ def described(optimizer: ZeroOptimizer) -> str:
     return f"{summary(optimizer)}\nzk.ZeroConfig(\n{lines})"
 
 
-def show(optimizer: ZeroOptimizer) -> None:
-    """Show the summary of a new ZeroOptimizer: on stderr, or in the output of a notebook's cell."""
-    if is_quiet() or optimizer._layout.comm.rank:
-        return
-    try:
-        shown = summary(optimizer)
-    except Exception:  # a line less to read is no reason to end a run
-        log.exception("the summary could not be made")
-        return
-    shell = sys.modules.get("IPython")
-    if shell is not None and type(shell.get_ipython()).__name__ == "ZMQInteractiveShell":
-        shell.display.display(shown)
-    else:
-        say(str(shown))
+class Shown(Addon):
+    """Shows the summary of a new ZeroOptimizer: on stderr, or in the output of a notebook's cell.
+
+    Uses of the core: the seam ``attach``.
+    """
+
+    def attach(self, optimizer: ZeroOptimizer) -> None:
+        if is_quiet() or optimizer._layout.comm.rank:
+            return
+        try:
+            shown = summary(optimizer)
+        except Exception:  # a line less to read is no reason to end a run
+            log.exception("the summary could not be made")
+            return
+        shell = sys.modules.get("IPython")
+        if shell is not None and type(shell.get_ipython()).__name__ == "ZMQInteractiveShell":
+            shell.display.display(shown)
+        else:
+            say(str(shown))

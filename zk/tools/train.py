@@ -106,6 +106,22 @@ def draw_picture(run: Run, path: Path) -> str:
     return f", {path}"
 
 
+def meeting_place() -> dict[str, Any]:
+    """Where ranks meet: torch's own choice, but for torchrun's store, which outlives restarts.
+
+    With ``--master-port`` it still has the addresses of ranks of earlier attempts.
+    """
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, world, dist = int(env["RANK"]), int(env["WORLD_SIZE"]), torch.distributed
+    place = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    store = dist.TCPStore(*place, world, is_master=False)  # type: ignore[attr-defined]
+    prefix = f"zk/attempt/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined, assignment]
+    return {"store": store, "rank": rank, "world_size": world}
+
+
 @dataclasses.dataclass
 class Training:
     """The command, with its options, on this rank; the first rank prints and writes."""
@@ -128,7 +144,7 @@ class Training:
             self.device = parse_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}", "LOCAL_RANK")
             torch.cuda.set_device(self.device)
         if self.world > 1:
-            torch.distributed.init_process_group()
+            torch.distributed.init_process_group(**meeting_place())
             torch.set_num_threads(default_threads())  # torchrun sets one thread for each rank
         text = read_text(self.data)
         self.text, self.valid = split(text, self.sizes.context)
