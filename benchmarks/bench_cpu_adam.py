@@ -18,7 +18,7 @@ from cases.clock import CPU, Case, Work
 from conftest import SMALL, Floors, time_case
 from torch import Tensor
 
-from zk.core.memory import zeros
+from zk.memory import zeros
 from zk.offload.cpu_adam import sum_of_squares
 
 NUMEL = 20_000 if SMALL else 50_000_000

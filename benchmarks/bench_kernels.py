@@ -19,7 +19,7 @@ from conftest import DEVICE, SMALL, Floors, time_case
 from torch import nn
 
 from zk import TiledLinear
-from zk.kernels.tiled_matmul import policy
+from zk.kernels.ops import policy
 
 ON_GPU = DEVICE.type == "cuda"
 NUMEL = 1 << 16 if SMALL else 1 << 28 if ON_GPU else 1 << 24
@@ -38,7 +38,7 @@ def note_device(benchmark: Any) -> None:
 @pytest.mark.parametrize("system", [pytest.param(name, marks=needs_compiler if "compile" in name else ()) for name in REDUCES])
 @pytest.mark.parametrize("ranks", kernels.RANKS)
 def test_reduce(system: str, ranks: int, benchmark: Any, floors: Floors) -> None:
-    benchmark.group = f"mean of {ranks} bf16 rows with sum of squares and count"
+    benchmark.group = f"mean of {ranks} bf16 rows"
     time_case(benchmark, kernels.reduce_case(system, REDUCES[system], ranks, NUMEL, DEVICE), floors, ROUNDS)
 
 

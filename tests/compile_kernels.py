@@ -19,11 +19,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from zk.kernels.adam import _adam_kernel
-from zk.kernels.flatten import _move_kernel
-from zk.kernels.launch import BLOCK
-from zk.kernels.reduce import _reduce_kernel
-from zk.kernels.tiled_matmul import CONFIGS, _matmul_kernel
+from zk.kernels.adam_kernel import _adam_kernel
+from zk.kernels.flatten_kernel import _move_kernel
+from zk.kernels.numerics import BLOCK
+from zk.kernels.reduce_kernel import _reduce_kernel
+from zk.kernels.tiled_matmul_kernel import CONFIGS, _matmul_kernel
 
 ARCHITECTURES = (80, 90, 100)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -32,16 +32,14 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """Name, kernel, types of its arguments in order, its constants, and the compiler's options."""
     found = []
-    casts = ((1, "fp32", "bf16", "*fp64"), (1, "fp32", "fp16", None), (1, "bf16", "fp32", None))
-    for rows, source, out, partials in (*casts, (8, "bf16", "bf16", "*fp64")):
-        types = {"rows": f"*{source}", "out": f"*{out}", "partials": partials, "scale": "fp32", "numel": "i64"}
-        name = f"{f'mean of {rows} rows' if rows > 1 else 'cast'} {source} to {out}{', statistics' if partials else ''}"
+    casts = (1, "fp32", "bf16"), (1, "fp32", "fp16"), (1, "bf16", "fp32")
+    for rows, source, out in (*casts, (8, "bf16", "bf16")):
+        types = {"rows": f"*{source}", "out": f"*{out}", "numel": "i64"}
+        name = f"{f'mean of {rows} rows' if rows > 1 else 'cast'} {source} to {out}"
         found.append((name, _reduce_kernel, types, {"ROWS": rows, "BLOCK": BLOCK}, {"num_warps": 4}))
-    for tensor, flat, into in (("bf16", "bf16", True), ("fp32", "bf16", True), ("bf16", "fp32", False)):
+    for tensor, flat in (("bf16", "bf16"), ("fp32", "bf16"), ("bf16", "fp32")):
         types = {"base": f"*{tensor}", "flat": f"*{flat}", "tensors": "*i64", "regions": "*i64", "blocks": "*i32"}
-        types |= {"partials": "*fp64" if into else None, "scale": "fp32"}
-        name = f"{'flatten' if into else 'unflatten'} {tensor}, flat {flat}"
-        found.append((name, _move_kernel, types, {"INTO_FLAT": into, "ALIGNED": True, "BLOCK": BLOCK}, {"num_warps": 4}))
+        found.append((f"flatten {tensor}, flat {flat}", _move_kernel, types, {"ALIGNED": True, "BLOCK": BLOCK}, {"num_warps": 4}))
     scalars = dict.fromkeys(("scale", "l2", "decay", "lerp", "beta2", "one_minus_beta2", "bc2_sqrt", "eps", "step_size", "step"), "fp32")
     for param, grad, master, moments in (
         ("fp32", "fp32", None, "fp32"),
@@ -67,7 +65,7 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
             if transposed:
                 types |= {"stride_am": 1, "stride_ak": "i32", "stride_bk": "i32", "stride_bn": 1}
             types |= {"stride_pm": "i32", "stride_pn": 1 if plus else None}
-            constants = {"ACTIVATION": "", "PRECISION": "ieee", "EVEN_K": True, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": 8}
+            constants = {"PRECISION": "ieee", "EVEN_K": True, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": 8}
             name = f"tiled_matmul {a} to {out}{', plus' if plus else ''}{', bias' if bias else ''}{', transposed' if transposed else ''} {m}x{n}x{k}"
             found.append((name, _matmul_kernel, types, constants, {"num_warps": warps, "num_stages": stages}))
     return found

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 import zk
 from tests import softgpu
 from tests.adversary import adversarial_drive
+from tests.cpu_adam import CPUAdam
 from tests.models import GPT, batch, loss_of, unlike_the_first
 from tests.plain import train_plain
 from zk import store
-from zk.offload.cpu_adam import CPUAdam, default_engine
+from zk.offload.cpu_adam import default_engine
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -19,7 +19,6 @@ import zk
 from tests.models import GPT, batch, loss_of
 from tests.programs import Program, rank_of
 from tests.world import free_port, run_world
-from zk.offload.cpu_adam import CPUAdam
 
 ROOT = Path(__file__).parent.parent
 
@@ -236,37 +235,6 @@ def test_the_wrapped_optimizer_says_who_steps() -> None:
     with zk.ZeroOptimizer(model, inner), pytest.raises(RuntimeError, match="call step\\(\\) of that one"):
         inner.step()
     inner.step()
-
-
-# ---- CPUAdam alone -----------------------------------------------------------------------------------------------------------------
-
-
-def test_cpu_adam_checks_groups_that_come_later() -> None:
-    optimizer = CPUAdam([nn.Parameter(torch.zeros(3))])
-    for bad in (torch.zeros(3, dtype=torch.float64), torch.zeros(3, 4).t()):
-        with pytest.raises(ValueError, match="contiguous fp32, bf16 or fp16"):
-            optimizer.add_param_group({"params": [nn.Parameter(bad)]})
-    assert len(optimizer.param_groups) == 1
-    optimizer.param_groups[0]["params"][0].grad = torch.zeros(3).to_sparse()
-    with pytest.raises(TypeError, match="dense gradients"):
-        optimizer.step()
-    for options, match in (({"num_threads": 0}, "num_threads"), ({"num_threads": True}, "num_threads"), ({"lr": "a"}, "lr must be")):
-        with pytest.raises(ValueError, match=match):
-            CPUAdam([nn.Parameter(torch.zeros(3))], **options)
-
-
-@pytest.mark.parametrize(("dtype", "split"), ((torch.float16, True), (torch.bfloat16, False)))
-@pytest.mark.parametrize("engine", ("numba", "torch"))
-def test_cpu_adam_keeps_what_the_user_wrote(dtype: torch.dtype, split: bool, engine: str) -> None:
-    param = nn.Parameter(torch.randn(1000).to(dtype))
-    optimizer = CPUAdam([param], lr=1e-3, split_master=split, engine=engine)
-    for value in (None, 3.0):
-        if value is not None:
-            param.data[::2] = value
-        before = param.detach().float()
-        param.grad = torch.ones_like(param)
-        optimizer.step()
-        assert (param.detach().float() - before).abs().max() < 0.02
 
 
 # ---- processes ---------------------------------------------------------------------------------------------------------------------

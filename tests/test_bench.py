@@ -50,7 +50,7 @@ def test_a_wrong_result_is_not_timed() -> None:
         adam.check(lambda param, grad: wrong(param, -grad), loose=True)
     cpu = torch.device("cpu")
     with pytest.raises(RuntimeError, match=r"reduce 1 rows .* does not agree"):
-        kernels.reduce_case("zk", lambda rows, out, stats: out.zero_(), 1, 640, cpu)
+        kernels.reduce_case("zk", lambda rows, out: out.zero_(), 1, 640, cpu)
     with pytest.raises(ValueError, match="has the host's memory"):
         link.measure(1 << 20, 1, cpu)
 

@@ -30,7 +30,7 @@ def of(kind: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ("cast", "flatten", "unflatten", "adam", "tiled_matmul"))
+@pytest.mark.parametrize("kind", ("cast", "flatten", "adam", "tiled_matmul"))
 def test_no_kernel_spills_registers_or_needs_more_shared_memory_than_there_is(kind):
     assert {one["architecture"] for one in of(kind)} == set(ARCHITECTURES)
     for one in of(kind):
@@ -38,14 +38,14 @@ def test_no_kernel_spills_registers_or_needs_more_shared_memory_than_there_is(ki
         assert one["shared"] <= 99 * 1024, one  # the smallest among GPUs of these generations: compute capability 8.6
 
 
-@pytest.mark.parametrize("kind", ("cast", "flatten", "unflatten", "adam", "tiled_matmul"))
+@pytest.mark.parametrize("kind", ("cast", "flatten", "adam", "tiled_matmul"))
 def test_aligned_memory_moves_16_bytes_at_a_time(kind):
     for one in of(kind):
         assert one["wide_loads"] > 0 and one["wide_stores"] > 0, one
 
 
 def test_16_bit_results_are_rounded_to_nearest_even():
-    for one in of("to bf16") + of("to fp16") + of("flat bf16"):
+    for one in of("to bf16") + of("to fp16") + of("fp32, flat bf16"):
         assert one["rounding"] and all(instruction.startswith("cvt.rn.") for instruction in one["rounding"]), one
 
 

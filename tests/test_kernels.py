@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import os
 import subprocess
@@ -16,16 +15,15 @@ from torch import Tensor
 from tests import softgpu
 from tests.models import DEVICE
 from zk import kernels
-from zk.kernels import reference
-from zk.kernels.adam import _launch as launch_adam
+from zk.kernels import flatten_kernel, reference
+from zk.kernels.adam_kernel import launch as launch_adam
 from zk.kernels.codec import split_
-from zk.kernels.launch import BLOCK, cdiv
-from zk.kernels.reduce import launch as launch_reduce
+from zk.kernels.numerics import BLOCK
+from zk.kernels.reduce_kernel import launch as launch_reduce
 from zk.kernels.step import AdamStep
-from zk.kernels.tiled_matmul import _launch as launch_matmul
+from zk.kernels.tiled_matmul_kernel import launch as launch_matmul
 from zk.offload.cpu_adam import adam_
 
-flatten_module = importlib.import_module("zk.kernels.flatten")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = (0, 1, 1009, BLOCK - 1, BLOCK, 2 * BLOCK + 17)
 
@@ -56,52 +54,39 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.isnan(), ~numbers) and torch.equal(a[numbers], b[numbers]) and torch.equal(a[numbers].signbit(), b[numbers].signbit())
 
 
-def new_stats() -> Tensor:
-    return torch.zeros(2, dtype=torch.float64, device=DEVICE)
-
-
-def agree(stats: Tensor, expected: Tensor) -> bool:
-    """The same number of values that are not finite, and the same sum but for the order in which it is added."""
-    return bool(stats[1] == expected[1]) and torch.allclose(stats[0], expected[0], rtol=1e-12, atol=0, equal_nan=True)
-
-
-# ---- reduce, and cast ---------------------------------------------------------------------------------------------------------
+# ---- reduce --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("source_dtype", (F32, BF16, F16))
 @pytest.mark.parametrize("out_dtype", (F32, BF16, F16))
-def test_cast_rounds_every_value_as_torch_does_and_measures_what_it_wrote(numel, source_dtype, out_dtype):
-    source, scale = values(numel, source_dtype), 0.3 if numel % 2 else 1.0
+def test_reduce_of_one_row_rounds_every_value_as_torch_does(numel, source_dtype, out_dtype):
+    source = values(numel, source_dtype)
     out, want = poisoned(numel, dtype=out_dtype), poisoned(numel, dtype=out_dtype)
-    stats, expected = new_stats(), new_stats()
-    launch_reduce(source[None], out, stats, scale)
-    reference.reduce(source[None], want, expected, scale)
+    launch_reduce(source[None], out)
+    reference.reduce(source[None], want)
     assert same(out, want)
-    assert same(want, (source.float() * scale).to(out_dtype))
-    assert agree(stats, expected)
-    assert expected[1] == (~out.isfinite()).sum()
+    assert same(want, source.to(out_dtype))
 
 
 @pytest.mark.parametrize(("rows", "numel"), ((2, 0), (2, 1), (3, BLOCK), (3, 2 * BLOCK + 17), (8, 31), (8, BLOCK + 1)))
 @pytest.mark.parametrize(("rows_dtype", "out_dtype"), ((BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, BF16)))
 def test_reduce_adds_rows_in_their_order_in_fp32_and_rounds_their_mean_once(rows, numel, rows_dtype, out_dtype):
     given = torch.stack([values(numel, rows_dtype, seed) for seed in range(rows)])
-    out, want, stats, expected = poisoned(numel, dtype=out_dtype), poisoned(numel, dtype=out_dtype), new_stats(), new_stats()
-    launch_reduce(given, out, stats)
-    reference.reduce(given, want, expected)
+    out, want = poisoned(numel, dtype=out_dtype), poisoned(numel, dtype=out_dtype)
+    launch_reduce(given, out)
+    reference.reduce(given, want)
     total = given[0].float()
     for row in given[1:]:
         total = total + row.float()
     assert same(out, want) and same(want, (total / rows).to(out_dtype))
-    assert agree(stats, expected)
 
 
 def test_reduce_through_the_public_door():
-    rows, out, stats = torch.ones(3, 5, device=DEVICE, dtype=BF16), poisoned(5), new_stats()
+    rows, out = torch.ones(3, 5, device=DEVICE, dtype=BF16), poisoned(5)
     rows[1] = 4
-    kernels.reduce(rows, out, scale=2.0, stats=stats)
-    assert out.tolist() == [4.0] * 5 and stats.tolist() == [80.0, 0.0] and rows[0].tolist() == [1.0] * 5
+    kernels.reduce(rows, out)
+    assert out.tolist() == [2.0] * 5 and rows[0].tolist() == [1.0] * 5
 
 
 @pytest.mark.parametrize(
@@ -118,15 +103,6 @@ def test_reduce_through_the_public_door():
 def test_reduce_refuses_what_it_cannot_do(arguments, error, says):
     with pytest.raises(error, match=says):
         kernels.reduce(*arguments())
-    with pytest.raises(ValueError, match="stats must be 2 fp64 values"):
-        kernels.reduce(torch.ones(2, 4), torch.ones(4), stats=torch.zeros(2))
-
-
-def test_reduce_adds_up_squares_that_fp32_could_not_hold():
-    source, stats = torch.full((BLOCK + 3,), 3e30, device=DEVICE), new_stats()
-    launch_reduce(source[None], torch.empty_like(source), stats)
-    assert stats[0].item() == pytest.approx((BLOCK + 3) * float(source[0]) ** 2, rel=1e-12)
-    assert stats[1] == 0
 
 
 @pytest.mark.parametrize("offset", (1, 3, 8))
@@ -139,47 +115,6 @@ def test_reduce_of_memory_that_starts_anywhere(offset):
     assert whole[: offset + 1].isnan().all() and whole[offset + 1 + source.numel() :].isnan().all()
 
 
-def test_cast_in_place_and_its_statistics_through_the_public_door():
-    x = torch.linspace(-2, 2, 1001, device=DEVICE)
-    x[7] = float("inf")
-    stats = torch.zeros(2, dtype=torch.float64, device=DEVICE)
-    want = x * 0.5
-    assert kernels.cast(x, x, scale=0.5, stats=stats) is x
-    assert torch.equal(x, want)
-    assert stats[1] == 1 and stats[0] == float("inf")
-    stats.zero_()
-    y = kernels.cast(torch.ones(3, 5, device=DEVICE), dtype=BF16, scale=2.0, stats=stats)
-    assert y.dtype == BF16 and y.shape == (3, 5) and stats.tolist() == [60.0, 0.0]
-
-
-def test_cast_of_a_transposed_tensor_keeps_its_order():
-    x = torch.randn(6, 10, device=DEVICE).t()
-    assert torch.equal(kernels.cast(x, dtype=BF16), x.bfloat16())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "says"),
-    [
-        (lambda: (torch.ones(4),), ValueError, "either out or dtype"),
-        (lambda: (torch.ones(4, dtype=torch.int32), torch.ones(4)), TypeError, "source must be fp32"),
-        (lambda: (torch.ones(4), torch.ones(5)), ValueError, "must match"),
-        (lambda: (torch.ones(8)[::2], torch.ones(4)), ValueError, "dense"),
-        (lambda: (torch.ones(2, 3).t(), torch.ones(3, 2)), ValueError, "same strides"),
-    ],
-)
-def test_cast_refuses_what_it_cannot_do(arguments, error, says):
-    with pytest.raises(error, match=says):
-        kernels.cast(*arguments())
-
-
-def test_cast_refuses_an_output_that_overlaps_its_input():
-    x = torch.ones(16)
-    with pytest.raises(ValueError, match="overlaps"):
-        kernels.cast(x[:8], x[4:12])
-    with pytest.raises(ValueError, match="overlaps"):
-        kernels.cast(x[:8], x.view(BF16)[:8])
-
-
 # ---- flatten -----------------------------------------------------------------------------------------------------------------
 
 
@@ -187,7 +122,7 @@ def layout(numels: list[int], align: int) -> tuple[list[int], int]:
     offsets, end = [], 0
     for numel in numels:
         offsets.append(end)
-        end = cdiv(end + numel, align) * align
+        end = -(-(end + numel) // align) * align
     return offsets, end + 2 * align
 
 
@@ -195,59 +130,56 @@ def layout(numels: list[int], align: int) -> tuple[list[int], int]:
     ("tensor_dtype", "flat_dtype", "align"),
     [*((here, there, 32) for here, there in itertools.product((F32, BF16, F16), repeat=2)), (F32, BF16, 1), (BF16, BF16, 1)],
 )
-def test_flatten_and_back(tensor_dtype, flat_dtype, align):
+def test_flatten_casts_each_tensor_into_its_region(tensor_dtype, flat_dtype, align):
     numels = [1, 0, 31, BLOCK - 1, BLOCK, 7, BLOCK + 1, 2 * BLOCK + 17, 64]
     offsets, numel = layout(numels, align)
     tensors = [values(n, tensor_dtype, seed) for seed, n in enumerate(numels)]
     bounds = [bound for region in zip(offsets, [*offsets[1:], numel], strict=True) for bound in region]
     flat, want = poisoned(numel, dtype=flat_dtype), poisoned(numel, dtype=flat_dtype)
-    stats, expected = new_stats(), new_stats()
-    flatten_module.launch(tensors, flat, bounds, stats, 0.5)
-    reference.flatten(tensors, want, bounds, expected, 0.5)
+    flatten_kernel.launch(tensors, flat, bounds)
+    reference.flatten(tensors, want, bounds)
     assert same(flat, want)
-    assert agree(stats, expected)
-    back = [poisoned(n, dtype=tensor_dtype) for n in numels]
-    again = [poisoned(n, dtype=tensor_dtype) for n in numels]
-    flatten_module._launch_unflatten(flat, back, bounds, None, 2.0)
-    reference.unflatten(flat, again, bounds, None, 2.0)
-    assert all(same(a, b) for a, b in zip(back, again, strict=True))
+    for tensor, start in zip(tensors, offsets, strict=True):
+        assert same(flat[start : start + tensor.numel()], tensor.to(flat_dtype))
 
 
 def test_flatten_writes_zeros_where_regions_have_no_tensor_and_keeps_its_table_on_the_device():
-    flat, before = poisoned(3 * BLOCK), flatten_module.table.cache_info().hits
+    flat, before = poisoned(3 * BLOCK), flatten_kernel.table.cache_info().hits
     for first in (1.0, 2.0):
-        flatten_module.launch([torch.full((5,), first, device=DEVICE)], flat, [BLOCK, BLOCK + 40, 0, BLOCK, BLOCK + 40, 3 * BLOCK])
+        flatten_kernel.launch([torch.full((5,), first, device=DEVICE)], flat, [BLOCK, BLOCK + 40, 0, BLOCK, BLOCK + 40, 3 * BLOCK])
         want = torch.zeros(3 * BLOCK, device=DEVICE)
         want[BLOCK : BLOCK + 5] = first
         assert torch.equal(flat, want)
-    assert flatten_module.table.cache_info().hits > before
+    assert flatten_kernel.table.cache_info().hits > before
 
 
 def test_flatten_of_very_many_tensors_in_one_launch(monkeypatch):
     launches = []
-    grid = flatten_module.grid
-    monkeypatch.setattr(flatten_module, "grid", lambda *given, **options: launches.append(given) or grid(*given, **options))
+    grid = flatten_kernel.grid
+    monkeypatch.setattr(flatten_kernel, "grid", lambda *given, **options: launches.append(given) or grid(*given, **options))
     tensors = [torch.full((index % 5 + 1,), float(index), device=DEVICE) for index in range(600)]  # more than a launch has room for as arguments
     offsets, numel = layout([t.numel() for t in tensors], 1)
     flat = poisoned(numel)
     bounds = [bound for region in zip(offsets, [*offsets[1:], numel], strict=True) for bound in region]
-    flatten_module.launch(tensors, flat, bounds)
+    flatten_kernel.launch(tensors, flat, bounds)
     assert len(launches) == 1
     assert torch.equal(flat[:-2], torch.cat(tensors)) and not flat[-2:].any()
 
 
 def test_flatten_through_the_public_door():
-    tensors = [torch.ones(2, 3, device=DEVICE), None, torch.full((4,), 2.0, dtype=BF16, device=DEVICE), torch.ones(4, 2, device=DEVICE).t()]
+    tensors = [torch.ones(2, 3, device=DEVICE), torch.full((4,), 2.0, device=DEVICE), torch.ones(4, 2, device=DEVICE).t()]
     flat = poisoned(40, dtype=BF16)
-    stats = torch.zeros(2, dtype=torch.float64, device=DEVICE)
-    kernels.flatten(tensors, flat, [2, 9, 16, 24], scale=3.0, stats=stats)
+    kernels.flatten(tensors, flat, [2, 16, 24])
     want = torch.zeros(40, device=DEVICE)
-    want[2:8], want[16:20], want[24:32] = 3, 6, 3
+    want[2:8], want[16:20], want[24:32] = 1, 2, 1
     assert torch.equal(flat.float(), want)
-    assert stats.tolist() == [14 * 9 + 4 * 36, 0]
-    out = [poisoned(2, 3), poisoned(4, dtype=BF16)]
-    kernels.unflatten(flat, out, [2, 16])
-    assert torch.equal(out[0], torch.full((2, 3), 3.0, device=DEVICE)) and torch.equal(out[1], torch.full((4,), 6.0, dtype=BF16, device=DEVICE))
+    flat.fill_(1)
+    kernels.flatten([], flat, [])
+    assert not flat.any()
+    with pytest.raises(ValueError, match="must have one precision"):
+        kernels.flatten([tensors[0], tensors[1].bfloat16()], flat, [0, 8])
+    with pytest.raises(ValueError, match="flat and contiguous"):
+        kernels.flatten(tensors[:1], flat.view(5, 8), [0])
 
 
 @pytest.mark.parametrize(
@@ -257,8 +189,6 @@ def test_flatten_through_the_public_door():
 def test_flatten_refuses_regions_that_overlap(tensors, offsets, says):
     with pytest.raises(ValueError, match=says):
         kernels.flatten([torch.ones(n) for n in tensors], torch.empty(10), offsets)
-    with pytest.raises(ValueError, match=says):
-        kernels.unflatten(torch.ones(10), [torch.ones(n) for n in tensors], offsets)
 
 
 # ---- adam --------------------------------------------------------------------------------------------------------------------
@@ -312,9 +242,8 @@ def test_adam_gives_the_bits_of_the_cpu_kernel(layout, state_dtype, grad_dtype, 
         grad = (torch.randn(numel, generator=draws) * 10 ** torch.empty(numel).uniform_(-5, 1, generator=draws)).to(grad_dtype)
         grad[::11] = 0
         step = AdamStep(step=number, **settings)
-        fields = (step.lr, step.beta1, step.beta2, step.eps, step.weight_decay, step.decoupled, number, step.grad_scale, step.maximize)
         param, master, m, v = here
-        launch_adam(param, grad.to(DEVICE), master, m, v, *fields)
+        launch_adam(param, grad.to(DEVICE), master, m, v, step)
         adam_(there[0], grad, there[1], there[2], there[3], step, engine="numba")
         for name, a, b in zip(("param", "master", "exp_avg", "exp_avg_sq"), here, there, strict=True):
             if a is not None:
@@ -335,8 +264,7 @@ def test_adam_with_eight_bit_state_gives_the_bits_of_the_cpu_kernel(param_dtype)
         grad = (torch.randn(numel, generator=draws) * 10 ** torch.empty(numel).uniform_(-9, 7, generator=draws)).to(param_dtype)
         grad[::11] = 0
         step = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.1, number % 2 == 0, number, 0.37)
-        fields = (step.lr, step.beta1, step.beta2, step.eps, step.weight_decay, step.decoupled, number, step.grad_scale, step.maximize)
-        launch_adam(here[0], grad.to(DEVICE), here[1], here[2], here[3], *fields)
+        launch_adam(here[0], grad.to(DEVICE), here[1], here[2], here[3], step)
         adam_(there[0], grad, there[1], there[2], there[3], step, engine="numba")
         for name, a, b in zip(("param", "master", "exp_avg", "exp_avg_sq"), here, there, strict=True):
             assert a is None or torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)), f"{name} differs after step {number}"
@@ -349,8 +277,8 @@ def test_adam_of_any_size_touches_nothing_else(numel):
     param.copy_(torch.linspace(-1, 1, numel)), m.zero_(), v.zero_()
     want = param.clone()
     grad = torch.linspace(1, -1, numel, device=DEVICE)
-    launch_adam(param, grad, None, m, v, 1e-2, 0.9, 0.999, 1e-8, 0.0, True, 1, 1.0, False)
     step = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.0, True, 1)
+    launch_adam(param, grad, None, m, v, step)
     reference.adam(want, grad, None, torch.zeros_like(want), torch.zeros_like(want), step)
     torch.testing.assert_close(param, want, rtol=1e-5, atol=1e-6)
     for t in whole:
@@ -367,8 +295,6 @@ def test_adam_through_the_public_door_is_torchs():
         optimizer.step()
         kernels.adam(x, param.grad, None, m, v, AdamStep(1e-2, 0.9, 0.999, 1e-8, 1e-2, True, number))
     torch.testing.assert_close(x, param.detach(), rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="amsgrad"):
-        kernels.adam(x, x, None, m, v, AdamStep(1e-2, 0.9, 0.999, 1e-8, 1e-2, True, 1, amsgrad=True))
 
 
 # ---- tiled_matmul ------------------------------------------------------------------------------------------------------------
@@ -391,28 +317,27 @@ def norm_error(got: Tensor, want: Tensor) -> float:
 def test_tiled_matmul_sums_in_fp32(shape, dtype):
     a, b, want = exact(*shape, dtype)
     out = poisoned(shape[0], shape[2])
-    launch_matmul(a, b, out, None, None, "")
+    launch_matmul(a, b, out, None, None)
     assert norm_error(out, want) < 1e-6
     plus = torch.randn(shape[0], shape[2], device=DEVICE)
-    launch_matmul(a, b, out, plus, None, "")
+    launch_matmul(a, b, out, plus, None)
     assert norm_error(out, want + plus) < 1e-6
     again = plus.clone()
-    launch_matmul(a, b, again, again, None, "")  # adds to itself
+    launch_matmul(a, b, again, again, None)  # adds to itself
     assert torch.equal(again, out)
 
 
-@pytest.mark.parametrize("activation", ("", "relu", "silu", "gelu"))
-def test_tiled_matmul_rounds_once_behind_bias_and_activation(activation):
+def test_tiled_matmul_rounds_once_behind_the_bias():
     a, b, product = exact(17, 33, 31, BF16)
     plus, bias = torch.randn(17, 31, device=DEVICE), torch.randn(31, device=DEVICE).bfloat16()
     out, want = poisoned(17, 31, dtype=BF16), poisoned(17, 31, dtype=BF16)
-    launch_matmul(a, b, out, plus, bias, activation)
-    reference.tiled_matmul(a, b, want, plus, bias, activation)
+    launch_matmul(a, b, out, plus, bias)
+    reference.tiled_matmul(a, b, want, plus, bias)
     full = product + plus + bias
-    full = reference.ACTIVATIONS[activation](full) if activation else full
     for got in (out, want):
         assert norm_error(got, full) < 2**-8
-    assert ((out.double() - want.double()).abs() <= 2**-7 * full.abs() + 1e-5).all()  # sums in another order: a rounding may fall the other way
+    # sums in another order: a rounding may fall the other way
+    assert ((out.double() - want.double()).abs() <= 2**-7 * full.abs() + 1e-5).all()
 
 
 def test_tiled_matmul_reads_and_writes_slices_and_transposes_of_larger_matrices():
@@ -422,7 +347,7 @@ def test_tiled_matmul_reads_and_writes_slices_and_transposes_of_larger_matrices(
     whole_a, whole_b = poisoned(60, 40, dtype=BF16), poisoned(80, 50, dtype=BF16)
     a_slice, b_slice = whole_a[3:36, 5:22].t(), whole_b[4:70:2, 1:32]
     a_slice.copy_(a), b_slice.copy_(b)
-    launch_matmul(a_slice, b_slice, out, None, None, "")
+    launch_matmul(a_slice, b_slice, out, None, None)
     assert norm_error(out, want) < 1e-6
     out.fill_(float("nan"))
     assert wide.isnan().all()  # nothing beside the slice was written
@@ -434,13 +359,12 @@ def test_tiled_matmul_reads_and_writes_slices_and_transposes_of_larger_matrices(
     ("change", "error", "says"),
     [
         ({"b": torch.ones(5, 4)}, ValueError, "goes into out"),
-        ({"b": torch.ones(3, 4, dtype=BF16)}, TypeError, "one precision"),
+        ({"b": torch.ones(3, 4, dtype=BF16)}, ValueError, "one precision"),
         ({"plus": torch.ones(2, 4, dtype=BF16)}, ValueError, "plus must be fp32"),
         ({"bias": torch.ones(3)}, ValueError, "bias must be"),
-        ({"activation": "tanh"}, ValueError, "activation must be one of"),
         ({"a": torch.ones(2, 3, dtype=torch.float64)}, TypeError, "a must be fp32"),
         ({"bias": torch.ones(4, dtype=torch.int64)}, TypeError, "bias must be fp32"),
-        ({"plus": torch.ones(2, 4, device="meta")}, ValueError, "plus is on meta"),
+        ({"plus": torch.ones(2, 4, device="meta")}, ValueError, "'meta': 'plus'"),
     ],
 )
 def test_tiled_matmul_refuses_what_does_not_fit(change, error, says):
@@ -449,17 +373,7 @@ def test_tiled_matmul_refuses_what_does_not_fit(change, error, says):
         kernels.tiled_matmul(given.pop("a"), given.pop("b"), given.pop("out"), **given)
 
 
-# ---- the package -------------------------------------------------------------------------------------------------------------
-
-
-def test_the_package_lists_its_kernels_and_nothing_that_it_imports():
-    public = [name for name in dir(kernels) if not name.startswith("_")]
-    assert public == sorted(kernels.__all__)
-    assert all(callable(getattr(kernels, name)) for name in public)
-    assert not hasattr(kernels, "softmax")
-
-
-# ---- ops ---------------------------------------------------------------------------------------------------------------------
+# ---- ops -----------------------------------------------------------------------------------------
 
 
 # One program imports torch once, for a process without triton and for itself.
@@ -468,13 +382,11 @@ import importlib.util, os, sys
 import torch
 
 def without_triton():
-    find_spec = importlib.util.find_spec
-    importlib.util.find_spec = lambda name, package=None: None if name == "triton" else find_spec(name, package)
+    sys.modules["triton"] = None
     import zk
     from zk import kernels
-    assert not zk.kernels.launch.HAVE_TRITON
-    assert kernels.cast(torch.ones(3), dtype=torch.bfloat16).dtype == torch.bfloat16
-    flat = torch.ones(4)
+    out, flat = torch.empty(3, dtype=torch.bfloat16), torch.ones(4)
+    kernels.reduce(torch.ones(2, 3), out)
     kernels.flatten([torch.ones(3)], flat, [0])
     assert flat.tolist() == [1, 1, 1, 0]
     layer = zk.TiledLinear(8, 8, out_splits=4)
@@ -495,25 +407,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zk import kernels
 
 x = torch.randn(300)
+place = "cuda" if torch.cuda.is_available() else "cpu"
 with FakeTensorMode():
-    fake = torch.empty(300, device="cuda")
-    stats = torch.zeros(2, dtype=torch.float64, device="cuda")
-    assert kernels.cast(fake, dtype=torch.bfloat16, stats=stats).dtype == torch.bfloat16
-    assert kernels.cast(fake, dtype=torch.bfloat16).device.type == "cuda"
-    flat = torch.empty(304, device="cuda", dtype=torch.bfloat16)
-    kernels.flatten([fake], flat, [0], stats=stats)
-    kernels.unflatten(flat, [fake], [0])
-    out = torch.empty(4, 8, device="cuda")
-    a, b = torch.empty(4, 6, device="cuda", dtype=torch.bfloat16), torch.empty(6, 8, device="cuda", dtype=torch.bfloat16)
-    kernels.tiled_matmul(a, b, out, plus=out, bias=torch.empty(8, device="cuda"), activation="gelu")
-    low = torch.empty(300, dtype=torch.int16, device="cuda")
-    kernels.adam(fake.bfloat16(), fake, low, torch.zeros_like(fake), torch.zeros_like(fake), kernels.AdamStep(1e-3, 0.9, 0.999, 1e-8, 0.0, True, 1))
+    fake = torch.empty(2, 300, device=place)
+    flat = torch.empty(300, device=place, dtype=torch.bfloat16)
+    kernels.reduce(fake, flat)
+    kernels.flatten([fake[0]], flat, [0])
+    out = torch.empty(4, 8, device=place)
+    a, b = torch.empty(4, 6, device=place, dtype=torch.bfloat16), torch.empty(6, 8, device=place, dtype=torch.bfloat16)
+    kernels.tiled_matmul(a, b, out, plus=out, bias=torch.empty(8, device=place))
 
 def some(x):
-    y = kernels.cast(x * 2, dtype=torch.bfloat16, scale=0.5)
-    out = torch.empty(30, 30)
-    kernels.tiled_matmul(x[:300].view(30, 10), x.view(10, 30), out)
-    return y + 1, out + 1
+    y, flat = torch.empty(30, 10, dtype=torch.bfloat16), torch.empty(310)
+    kernels.reduce(x.view(1, -1) * 2, y.view(-1))
+    kernels.flatten([x[:300]], flat, [4])
+    return y + 1, flat * 2
 
 def tiles(x):
     out, total = torch.empty(30, 30, dtype=torch.bfloat16), torch.zeros(30, 30)
@@ -523,15 +431,9 @@ def tiles(x):
     kernels.tiled_matmul(a, b, out, plus=total, bias=torch.ones(30))
     return out, total
 
-for a, b in zip(torch.compile(tiles, fullgraph=True, backend="aot_eager")(x), tiles(x), strict=True):
-    assert torch.equal(a, b)
-dynamic = torch.compile(lambda x: kernels.cast(x, dtype=torch.bfloat16), fullgraph=True, backend="aot_eager", dynamic=True)
-for shape in ((3, 100), (100, 3), (10, 30)):
-    assert torch.equal(dynamic(x.view(shape)), x.view(shape).bfloat16())
-
-compiled = torch.compile(some, fullgraph=True, backend="aot_eager")
-for a, b in zip(compiled(x), some(x), strict=True):
-    assert torch.equal(a, b)
+for function in (some, tiles):
+    for a, b in zip(torch.compile(function, fullgraph=True, backend="aot_eager")(x), function(x), strict=True):
+        assert torch.equal(a, b), function
 print("fine")
 """
 
@@ -554,12 +456,3 @@ def test_tiled_matmul_refuses_an_output_that_is_also_read_and_adam_a_parameter_w
         kernels.adam(torch.zeros(6)[::2], state[0], None, state[1], state[2], AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.0, True, 1))
     with pytest.raises(ValueError, match="step counts from 1"):
         AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.0, True, 0)
-
-
-def test_flatten_of_nothing_zeroes_and_unflatten_names_what_is_missing():
-    flat = torch.ones(5)
-    kernels.flatten([], flat, [])
-    assert not flat.any()
-    kernels.unflatten(flat, [], [])
-    with pytest.raises(ValueError, match="tensor 0 is to be written"):
-        kernels.unflatten(flat, [None], [0])

@@ -7,13 +7,17 @@ the same run; its fraction can pass 1, as a copy reads each line that it writes 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zk.offload.cpu_adam import CPUAdam
+from zk.kernels import codec
+from zk.kernels.eight_bit import CODES
+from zk.kernels.step import AdamStep
+from zk.offload.cpu_adam import adam_
 
 from .clock import CPU, Case, Work
 
@@ -23,11 +27,13 @@ Make = Callable[[Tensor, Tensor], Work]  # parameter and gradient, bf16 -> the u
 FP32_STATE, SPLIT, BF16_MOMENTS, EIGHT_BIT = 2 + 12 + 12 + 2, 2 + (2 + 2 + 8) * 2, 2 + (2 + 2 + 4) * 2, 2 + (2 + 1 + 2) * 2
 
 
-def by_zk(param: Tensor, grad: Tensor, **options: Any) -> Work:
-    """CPUAdam over one flat parameter."""
-    weight = nn.Parameter(param)
-    weight.grad = grad
-    return CPUAdam([weight], **OPTIONS, **options).step
+def by_zk(param: Tensor, grad: Tensor, moments: torch.dtype = torch.float32, split: bool = True, **how: Any) -> Work:
+    """Updates of one flat parameter by the CPU kernel."""
+    kinds = codec.state_fields(param.dtype, ("exp_avg", "exp_avg_sq"), moments, split)
+    fields = {name: torch.empty_like(param, dtype=dtype) for name, dtype in kinds.items()}
+    codec.start({**fields, "param": param}, param.clone())
+    steps = (AdamStep.of(OPTIONS, True, count) for count in itertools.count(1))
+    return lambda: adam_(param, grad, fields["master"], fields["exp_avg"], fields["exp_avg_sq"], next(steps), **how)
 
 
 def with_casts(param: Tensor, grad: Tensor, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Work:
@@ -52,9 +58,9 @@ def by_torch(param: Tensor, grad: Tensor, **how: Any) -> Work:
 # bytes of one parameter, and what makes the update; zk's need numba but for its torch engine
 SYSTEMS: dict[str, tuple[int, Make]] = {
     "zk_split_master": (SPLIT, by_zk),
-    "zk_fp32_master": (FP32_STATE, functools.partial(by_zk, split_master=False)),
-    "zk_split_bf16_moments": (BF16_MOMENTS, functools.partial(by_zk, state_dtype=torch.bfloat16)),
-    "zk_8bit_moments": (EIGHT_BIT, functools.partial(by_zk, state_dtype="8bit")),
+    "zk_fp32_master": (FP32_STATE, functools.partial(by_zk, split=False)),
+    "zk_split_bf16_moments": (BF16_MOMENTS, functools.partial(by_zk, moments=torch.bfloat16)),
+    "zk_8bit_moments": (EIGHT_BIT, functools.partial(by_zk, moments=CODES)),
     "zk_torch_engine": (SPLIT, functools.partial(by_zk, engine="torch")),
     "torch_fused": (FP32_STATE, functools.partial(by_torch, fused=True)),
     "torch_foreach": (FP32_STATE, functools.partial(by_torch, foreach=True)),

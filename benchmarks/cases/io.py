@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torch import Tensor
-
 from zk.core.memory import aligned
 from zk.offload.nvme import Engine, File
+
 from zk.offload.tiers import readable
 
 from .clock import seconds_of

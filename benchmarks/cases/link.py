@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterator
 
 import torch
-
 from zk.offload.pinned import Arena
 from zk.offload.streams import Link, link_to
 from zk.offload.transfer import Transfer, pieces_of

@@ -13,7 +13,7 @@ launched = []
 JITFunction.run = lambda self, *args, **options: launched.append(self.__name__)
 import importlib
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-flatten, reduce = (importlib.import_module(f"zk.kernels.{name}") for name in ("flatten", "reduce"))
+flatten, reduce = (importlib.import_module(f"zk.kernels.{name}_kernel") for name in ("flatten", "reduce"))
 rows, out = torch.zeros(2, 64), torch.zeros(64)
 for _ in range(3):
     reduce.launch(rows, out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import threading
@@ -91,25 +92,25 @@ def _form(value: Any) -> Any:
         return value.dtype, value.device, tuple(value.shape), value.data_ptr() % 16
     if isinstance(value, float):
         return value != 0
+    if dataclasses.is_dataclass(value):  # the scalars of an update
+        return _form(tuple(map(float, dataclasses.astuple(value))))  # type: ignore[arg-type]
     return tuple(map(_form, value)) if isinstance(value, (list, tuple)) else value
 
 
-def _first_of_its_form(
-    module: Any, name: str, kernel: str, twin: Callable[..., object], written: tuple[int, ...], step: int | None = None
-) -> None:
+def _first_of_its_form(name: str, kernel: str, twin: Callable[..., object], written: tuple[int, ...]) -> None:
     """Interpret a launcher of zk's once for each form of its arguments; for others of it the twin runs in host memory, a hundred times as fast.
 
     Args:
         kernel: the name of what is launched.
         twin: what gives the same bits. It is one kernel of the device's current stream.
         written: the arguments that it writes.
-        step: the argument that counts steps, and has no part in the form.
     """
-    launch, seen = getattr(module, name), set[Any]()
+    module = importlib.import_module(f"zk.kernels.{name}_kernel")
+    launch, seen = module.launch, set[Any]()
 
     @functools.wraps(launch)
     def either(*args: Any, **options: Any) -> None:  # how it is launched, which the twin need not know
-        form = tuple(_form(value) for index, value in enumerate(args) if index != step)
+        form = tuple(map(_form, args))
         if ALWAYS or form not in seen:
             launch(*args, **options)
             seen.add(form)
@@ -122,7 +123,7 @@ def _first_of_its_form(
             twin(*(_near(value, queue, index in written) for index, value in enumerate(args)))
             tell("kernel", kernel, queue, begin)
 
-    setattr(module, name, either)
+    module.launch = either  # type: ignore[attr-defined]
 
 
 def _near(value: Any, queue: Queue, writes: bool) -> Any:
@@ -136,11 +137,10 @@ def _near(value: Any, queue: Queue, writes: bool) -> Any:
     return host_view(value)
 
 
-def _adam(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, *scalars: Any) -> None:
-    from zk.kernels import AdamStep
+def _adam(*given: Any) -> None:
     from zk.offload.cpu_adam import adam_
 
-    adam_(param, grad, master, exp_avg, exp_avg_sq, AdamStep(*scalars), engine="numba", num_threads=1)
+    adam_(*given, engine="numba", num_threads=1)
 
 
 def install() -> None:
@@ -189,7 +189,7 @@ def install() -> None:
 
     executor.__call__, executor._init_args_hst, executor._restore_args_dev = launch, init, restore
     builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
-    flatten, reduce, adam, reference = (importlib.import_module(f"zk.kernels.{name}") for name in ("flatten", "reduce", "adam", "reference"))
-    _first_of_its_form(flatten, "launch", "_move_kernel", reference.flatten, written=(1, 3))
-    _first_of_its_form(reduce, "launch", "_reduce_kernel", reference.reduce, written=(1, 2))
-    _first_of_its_form(adam, "_op", "_adam_kernel", _adam, written=(0, 2, 3, 4), step=11)
+    reference = importlib.import_module("zk.kernels.reference")
+    _first_of_its_form("flatten", "_move_kernel", reference.flatten, written=(1,))
+    _first_of_its_form("reduce", "_reduce_kernel", reference.reduce, written=(1,))
+    _first_of_its_form("adam", "_adam_kernel", _adam, written=(0, 2, 3, 4))

@@ -11,6 +11,7 @@ import torch
 from zk.addon import Addon
 from zk.kernels import codec
 from zk.kernels.eight_bit import CODES
+from zk.kernels.step import AdamStep
 from zk.offload.rules import AdamRule, Codec, Rule, Rules, is_plain_adam
 from zk.unit import Unit
 
@@ -30,7 +31,17 @@ class StateDtype(Addon):
         self.dtype = DTYPES[value]
 
     def rules(self, given: Rules) -> Rules:
-        return [(is_plain_adam, AdamRule), (refuse, Rule)]
+        return [(self.is_for, AdamRule), (refuse, Rule)]
+
+    def is_for(self, unit: Unit, inner: torch.optim.Optimizer) -> bool:
+        """Tell if it is plain Adam; ValueError for what 8 bits cannot hold."""
+        is_adam = is_plain_adam(unit, inner)
+        if is_adam and self.dtype == CODES:
+            if unit.dtype == torch.float16:
+                raise ValueError("state_dtype='8bit' is for bf16 and fp32: fp16 has no 24-bit master")
+            for group in inner.param_groups:
+                AdamStep.of(group, True, 1).check_coded()
+        return is_adam
 
     def codec(self, unit: Unit, given: Codec) -> Codec:
         if not given.fields:

@@ -1,73 +1,92 @@
-"""Rounding inside of kernels as the CPU rounds. Shared by all kernels; called from kernels only.
+"""Rounding inside of kernels as the CPU rounds, and how a kernel is launched.
 
-What decides bits is spelled out: products that must not be fused into the addition that follows, division and square root with correct
-rounding. So a kernel's result does not depend on the compiler, and equals that of the CPU kernels bit for bit.
+What decides bits is spelled out: products that must not be fused into the addition that follows,
+division and square root with correct rounding. So a kernel's result does not depend on the
+compiler, and equals that of the CPU kernels bit for bit.
 """
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from zk.kernels.launch import HAVE_TRITON, INTERPRETED
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
 
-tl: Any = importlib.import_module("triton.language") if HAVE_TRITON else None
+# kernels run as Python, on host memory: for tests of kernels
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+_INTERPRETED = tl.constexpr(INTERPRETED)
+# elements of one program of the elementwise kernels: 4 warps x 32 lanes x two 16-byte vectors of
+# 16 bits
+BLOCK = 2048
 
-libdevice: Any = importlib.import_module("triton.language.extra.libdevice") if tl else None
-_INTERPRETED = tl.constexpr(INTERPRETED) if tl else INTERPRETED
+
+def grid(kernel: Any, programs: int | Callable[[Any], tuple[int, ...]]) -> Callable[..., None]:
+    """The launcher of ``kernel`` over ``programs``, or what a function of its configuration says.
+
+    Triton launches on the current device and its stream, wherever the arguments are: so the device
+    of the first one is made current.
+    """
+    launcher = kernel[programs if callable(programs) else (programs,)]
+
+    def launch(first: Tensor, *args: Any, **options: Any) -> None:
+        near = contextlib.nullcontext()
+        with torch.cuda.device(first.device) if first.is_cuda else near:
+            launcher(first, *args, **options)
+
+    return launch
 
 
 def constants(values: Iterable[float]) -> Iterator[Any]:
     """Numbers of a module, as kernels take them."""
-    return (tl.constexpr(value) if HAVE_TRITON and not INTERPRETED else value for value in values)
+    return (value if INTERPRETED else tl.constexpr(value) for value in values)
 
 
-def jit(function: Callable[..., Any]) -> Any:
-    """``triton.jit`` where there is triton."""
-    return importlib.import_module("triton").jit(function) if HAVE_TRITON else function
-
-
-@jit
+@triton.jit
 def product(a, b):
     """a * b in fp32, rounded once: never the first half of a fused multiply-add."""
     return a * b if _INTERPRETED else libdevice.mul_rn(a, b)
 
 
-@jit
+@triton.jit
 def bits_of(x):
     """The bits of fp32 ``x``, as uint32."""
     return x.to(tl.uint32, bitcast=True)
 
 
-@jit
+@triton.jit
 def float_of(bits):
     """The fp32 of these bits."""
     return bits.to(tl.float32, bitcast=True)
 
 
-@jit
+@triton.jit
 def bf16_of(bits):
     """The bf16 of the lower half of these bits."""
     return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
-@jit
+@triton.jit
 def rounded_bits(x):
-    """The bits of fp32 ``x`` as bf16, to nearest even, in the lower half of a uint32; NaN stays NaN."""
+    """The bits of fp32 ``x`` as bf16, to nearest even, in the lower half of a uint32; NaN stays."""
     bits = bits_of(x)
     return tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
 
 
-@jit
+@triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """fp32 ``x`` in ``dtype``, to nearest even. (The interpreter's own conversion to bf16 cuts off.)"""
+    """fp32 ``x`` in ``dtype``, to nearest even. (The interpreter's own cast to bf16 cuts off.)"""
     return bf16_of(rounded_bits(x)) if _INTERPRETED and dtype == tl.bfloat16 else x.to(dtype)
 
 
-@jit
+@triton.jit
 def widened(x):
-    """``x`` in fp32, exactly. (The interpreter's own conversion from bf16 loses subnormal numbers.)"""
+    """``x`` in fp32, exactly. (The interpreter's own cast loses subnormal numbers of bf16.)"""
     if _INTERPRETED and x.dtype == tl.bfloat16:
         result = float_of(x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
     else:
@@ -75,15 +94,7 @@ def widened(x):
     return result
 
 
-@jit
+@triton.jit
 def readable(x):
     """``x`` as tl.dot takes it. (The interpreter's takes the bits of bf16 for integers.)"""
     return widened(x) if _INTERPRETED else x
-
-
-@jit
-def store_partials(partials, program, x):
-    """Write a program's sum of squares (fp64) and its count of values that are not finite."""
-    wide = x.to(tl.float64)
-    tl.store(partials + 2 * program, tl.sum(wide * wide, 0))
-    tl.store(partials + 2 * program + 1, tl.sum((x - x != 0).to(tl.int32), 0).to(tl.float64))

@@ -1,20 +1,16 @@
 """Adam in host memory, compiled by numba: gradients, parameters and state in one pass.
 
-Formulas and bytes are those of the device's kernel (zk/kernels/adam.py), and of torch.optim.AdamW, operation for operation, with fused
-multiply-adds where torch's CPU kernels use them. The only difference from torch is the square root: this one is correctly rounded, MKL's is not.
+Formulas and bytes are those of the device's kernel (zk/kernels/adam_kernel.py), and of
+torch.optim.AdamW, operation for operation, with fused multiply-adds where torch's CPU kernels use
+them. The only difference from torch is the square root: this one is rounded correctly, MKL's not.
 
-Arrays carry their dtype by numpy type: float32 is fp32, uint16 the bits of bf16, int16 the bits of fp16, uint8 codes (eight_bit.py).
+Arrays carry their dtype by numpy type: float32 is fp32, uint16 the bits of bf16, int16 the bits of
+fp16, uint8 codes (eight_bit.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-import sys
-import zlib
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numba
@@ -29,12 +25,16 @@ from zk.kernels import eight_bit
 from zk.kernels.step import AdamStep
 
 F32, U8, U16, U32 = np.float32, np.uint8, np.uint16, np.uint32
-# elements handled by one thread at a time: big enough to amortize the hand-over, small enough to balance
+_FLOAT, _HALF, _WORD = ir.FloatType(), ir.HalfType(), ir.IntType(32)
+# elements handled by one thread at a time: enough to amortize the hand-over, few enough to balance
 BLOCK = 1 << 14
-# bytes between what is read and what is asked for; without asking, one thread reads bf16 from memory at a third of its rate
+# bytes between what is read and what is asked for; without asking, one thread reads bf16 from
+# memory at a third of its rate
 AHEAD = 1 << 11
 SMALLEST, V_MOST, M_ADDED, M_MOST = map(F32, eight_bit.FLOATS)
-V_SHIFT, V_FIRST, V_WHOLE, V_OFF, M_SHIFT, M_FIRST, M_UNIT, GOLDEN, FIRST, SECOND = map(U32, eight_bit.WORDS)
+V_SHIFT, V_FIRST, V_WHOLE, V_OFF = map(U32, eight_bit.V_WORDS)
+M_SHIFT, M_FIRST, M_UNIT = map(U32, eight_bit.M_WORDS)
+GOLDEN, FIRST, SECOND = map(U32, eight_bit.HASH)
 
 
 @intrinsic
@@ -42,21 +42,10 @@ def _fma(typingctx, a, b, c):
     """a * b + c with one rounding."""
 
     def generate(context, builder, signature, args):
-        float_ = ir.FloatType()
-        return builder.call(builder.module.declare_intrinsic("llvm.fma", [float_], ir.FunctionType(float_, [float_] * 3)), args)
+        kind = ir.FunctionType(_FLOAT, [_FLOAT] * 3)
+        return builder.call(builder.module.declare_intrinsic("llvm.fma", [_FLOAT], kind), args)
 
     return types.float32(types.float32, types.float32, types.float32), generate
-
-
-def cache_folder(name: str = "") -> Path | None:
-    """Folder for zk in the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``), made if need be; None if it cannot be written."""
-    try:
-        home = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or home) / "zk" / name
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # read-only, or a user without a home
-        return None
-    return folder if os.access(folder, os.W_OK) else None
 
 
 def _cast(source, target, build):
@@ -68,10 +57,11 @@ def _cast(source, target, build):
     return intrinsic(cast)
 
 
-_as_float = _cast(types.uint32, types.float32, lambda builder, bits: builder.bitcast(bits, ir.FloatType()))
-_as_bits = _cast(types.float32, types.uint32, lambda builder, x: builder.bitcast(x, ir.IntType(32)))
-_half_to_float = _cast(types.int16, types.float32, lambda builder, bits: builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType()))
-_float_to_half = _cast(types.float32, types.int16, lambda builder, x: builder.bitcast(builder.fptrunc(x, ir.HalfType()), ir.IntType(16)))
+_F32, _I16 = types.float32, types.int16
+_as_float = _cast(types.uint32, _F32, lambda on, bits: on.bitcast(bits, _FLOAT))
+_as_bits = _cast(_F32, types.uint32, lambda on, x: on.bitcast(x, _WORD))
+_half_to_float = _cast(_I16, _F32, lambda on, bits: on.fpext(on.bitcast(bits, _HALF), _FLOAT))
+_float_to_half = _cast(_F32, _I16, lambda on, x: on.bitcast(on.fptrunc(x, _HALF), ir.IntType(16)))
 
 
 @intrinsic
@@ -83,10 +73,11 @@ def _prefetch(typingctx, array, i):
 
     def generate(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, word, word, word]))
-        # to read, into all caches, no code
-        builder.call(prefetch, [builder.bitcast(builder.gep(data, [args[1]]), byte), word(0), word(3), word(1)])
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, _WORD, _WORD, _WORD])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        line = builder.bitcast(builder.gep(data, [args[1]]), byte)
+        builder.call(prefetch, [line, *map(_WORD, (0, 3, 1))])  # to read, into all caches, no code
         return context.get_dummy_value()
 
     return types.void(array, i), generate
@@ -101,24 +92,28 @@ def _round_to_bf16(x):
 
 
 def _by_types(choose):
-    """Decorator: calls in compiled code run what the function returns for the types of their arguments."""
+    """Decorator: compiled calls run what the function returns for the types of their arguments."""
     return overload(choose, inline="always")(choose)
 
 
 @_by_types
 def _widened(kept):
     """An element as a float."""
-    if kept == types.float32:
-        return lambda kept: kept
-    return (lambda kept: _as_float(U32(kept) << U32(16))) if kept == types.uint16 else (lambda kept: _half_to_float(kept))
+    return {
+        types.float32: lambda kept: kept,
+        types.uint16: lambda kept: _as_float(U32(kept) << U32(16)),
+        types.int16: lambda kept: _half_to_float(kept),
+    }[kept]
 
 
 @_by_types
 def _rounded(array, x):
     """x as an element of ``array``."""
-    if array.dtype == types.float32:
-        return lambda array, x: x
-    return (lambda array, x: U16(_round_to_bf16(x))) if array.dtype == types.uint16 else (lambda array, x: _float_to_half(x))
+    return {
+        types.float32: lambda array, x: x,
+        types.uint16: lambda array, x: U16(_round_to_bf16(x)),
+        types.int16: lambda array, x: _float_to_half(x),
+    }[array.dtype]
 
 
 @numba.njit(inline="always")
@@ -136,7 +131,8 @@ def _load_second(kept):
 
     def load_code(kept):
         code = U32(kept)
-        bits = U32(U32(U32(_exponent(code) + V_FIRST) << U32(23)) | U32(U32(code & U32(3)) << V_SHIFT if code < V_WHOLE else U32(0)))
+        mantissa = U32(U32(code & U32(3)) << V_SHIFT if code < V_WHOLE else U32(0))
+        bits = U32(U32(U32(_exponent(code) + V_FIRST) << U32(23)) | mantissa)
         return _as_float(bits) - SMALLEST, code
 
     return load_code if kept == types.uint8 else load
@@ -177,8 +173,10 @@ def _store_first(array, i, m, code, mix):
         unit = _as_float(U32((U32(254) - M_UNIT - U32(_exponent(code) >> U32(1))) << U32(23)))
         size = _as_float(U32(_as_bits(m) & U32(0x7FFFFFFF))) * unit + M_ADDED
         size = size if size < M_MOST else M_MOST
-        own = U32(U32(U32(_as_bits(size) + U32(mix & U32((U32(1) << M_SHIFT) - U32(1)))) >> M_SHIFT) - U32(M_FIRST << U32(4)))
-        array[i] = U8(U32(own if own < U32(127) else U32(127)) | U32((_as_bits(m) >> U32(31)) << U32(7)))
+        added = U32(mix & U32((U32(1) << M_SHIFT) - U32(1)))
+        own = U32(U32(U32(_as_bits(size) + added) >> M_SHIFT) - U32(M_FIRST << U32(4)))
+        sign = U32((_as_bits(m) >> U32(31)) << U32(7))
+        array[i] = U8(U32(own if own < U32(127) else U32(127)) | sign)
 
     return store_code if array.dtype == types.uint8 else store
 
@@ -196,7 +194,8 @@ def _store_second(array, i, v, flag, mix):
     def store_code(array, i, v, flag, mix):
         v = v + SMALLEST
         bits = _as_bits(v if v < V_MOST else V_MOST)
-        fine = U32(U32(U32(bits + U32(mix >> U32(U32(32) - V_SHIFT))) >> V_SHIFT) - U32(V_FIRST << U32(2)))
+        added = U32(mix >> U32(U32(32) - V_SHIFT))
+        fine = U32(U32(U32(bits + added) >> V_SHIFT) - U32(V_FIRST << U32(2)))
         whole = U32(U32(U32(bits + U32(mix >> U32(9))) >> U32(23)) + U32(V_OFF - V_FIRST))
         whole = whole if whole < U32(255) else U32(255)
         code = fine if fine < V_WHOLE else whole
@@ -208,9 +207,10 @@ def _store_second(array, i, v, flag, mix):
 
 @numba.njit(inline="always")
 def _joined(upper, rounded_up, below):
-    """The master of a bf16 parameter: ``upper``, which it was rounded up to or not, and the bits below."""
+    """The master of a bf16 parameter: ``upper``, to which it was rounded up or not; the rest."""
     written = rounded_up & U32(upper & U32(0x7FFF) == 0)  # no master is rounded up to zero
-    return _as_float(U32(((upper - (rounded_up ^ written)) << U32(16)) | (below & (written - U32(1)))))
+    upper = (upper - (rounded_up ^ written)) << U32(16)
+    return _as_float(U32(upper | (below & (written - U32(1)))))
 
 
 @_by_types
@@ -265,24 +265,21 @@ def _store_master(param, master, i, x, mix):
 
 
 def _jit(**options):
-    """numba.njit with a cache on disk where there is a place for one: NUMBA_CACHE_DIR, the user's cache folder, or numba's own choice."""
+    """numba.njit, with a cache on disk where there is a place for one."""
+    options |= {"nogil": True, "error_model": "numpy"}
 
     def decorate(function):
-        before, folder = numba.config.CACHE_DIR, cache_folder("numba")
-        numba.config.CACHE_DIR = before or str(folder or "")
         try:
-            return numba.njit(nogil=True, error_model="numpy", cache=True, **options)(function)
+            return numba.njit(cache=True, **options)(function)
         except RuntimeError:  # neither the package nor the user has a writable cache directory
-            return numba.njit(nogil=True, error_model="numpy", **options)(function)
-        finally:
-            numba.config.CACHE_DIR = before
+            return numba.njit(**options)(function)
 
     return decorate
 
 
 @_jit()
 def _adam_block(param, grad, master, m, v, scalars):
-    scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, seed = scalars
+    scale, l2, decay, lerp, from_grad, beta2, beta2_rest, bc2_sqrt, eps, step_size, seed = scalars
     for i in range(param.size):
         v_i, flag = _load_second(v[i])
         x = _load_master(param, master, i, flag)
@@ -293,7 +290,7 @@ def _adam_block(param, grad, master, m, v, scalars):
         x = x * decay
         m_i = _load_first(m[i], flag)
         m_i = _fma(lerp, g - m_i, g if from_grad else m_i)
-        v_i = _fma(one_minus_beta2 * g, g, v_i * beta2)
+        v_i = _fma(beta2_rest * g, g, v_i * beta2)
         x = x + (step_size * m_i) / (np.sqrt(v_i) / bc2_sqrt + eps)
         flag = _store_master(param, master, i, x, mix)
         code = _store_second(v, i, v_i, flag, mix)
@@ -310,7 +307,9 @@ def _adam_parallel(param, grad, master, m, v, scalars):
 
 @_by_types
 def _cut(array, a, b):
-    return (lambda array, a, b: None) if isinstance(array, types.NoneType) else lambda array, a, b: array[a:b]
+    if isinstance(array, types.NoneType):
+        return lambda array, a, b: None
+    return lambda array, a, b: array[a:b]
 
 
 @_jit()
@@ -335,47 +334,31 @@ def _sum_of_squares_parallel(grad, partial):
         partial[block] = _sum_of_squares_block(grad[block * BLOCK : (block + 1) * BLOCK])
 
 
-@contextlib.contextmanager
-def _threads(num_threads: int) -> Iterator[None]:
-    """numba's thread count for one launch, torch's left as it is.
+def _launch(
+    alone: Callable[..., None], parallel: Callable[..., None], num_threads: int, *arrays: Any
+) -> None:
+    """Call one of two functions over (n,) arrays: on one thread for a few elements.
 
-    numba's first launch calls omp_set_num_threads, which the loader may resolve to the OpenMP library inside torch: torch would then use
-    another number of threads than the user set, and sum in another order.
+    numba's first launch calls omp_set_num_threads, which the loader may resolve to the OpenMP
+    library inside torch: torch would then use another number of threads than the user set, and sum
+    in another order.
     """
+    if num_threads == 1 or arrays[0].size <= 2 * BLOCK:  # starting threads would take longer
+        alone(*arrays)
+        return
     before = torch.get_num_threads()
     most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
     numba.set_num_threads(min(num_threads, most))
     try:
-        yield
+        parallel(*arrays)
     finally:
         if torch.get_num_threads() != before:
             torch.set_num_threads(before)
 
 
-def _launch(alone: Callable[..., None], parallel: Callable[..., None], num_threads: int, first: np.ndarray, *arguments: Any) -> None:
-    """Call one of two functions over (n,) arrays: on one thread for a few elements."""
-    if num_threads == 1 or first.size <= 2 * BLOCK:  # starting threads would take longer
-        alone(first, *arguments)
-        return
-    with _threads(num_threads):
-        parallel(first, *arguments)
-
-
-def _wait_turn(function: Any, signature: tuple[Any, ...], say: Callable[[], None], turn: contextlib.ExitStack) -> None:
-    """Let one process of this machine compile a signature until ``turn`` closes; the others find what it has put into the cache."""
-    folder, what = function._cache.cache_path, zlib.crc32(f"{function.__name__}{signature}".encode())
-    with contextlib.suppress(OSError):  # where nothing can be locked, each process compiles
-        if folder is not None:
-            file = turn.enter_context(open(os.path.join(folder, "compiling"), "a"))  # noqa: SIM115
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, what)  # one byte of the file stands for the signature
-            except BlockingIOError:
-                say()
-                fcntl.lockf(file, fcntl.LOCK_EX, 1, what)
-
-
 def _array(tensor: Tensor | None) -> Any:
-    """The same memory as numpy: fp32 as float32, codes as uint8, the bits of bf16 (and of a split master) as uint16, of fp16 as int16."""
+    """The same memory as numpy: fp32 as float32, codes as uint8, the bits of bf16 (and of a split
+    master) as uint16, of fp16 as int16."""
     if tensor is None:
         return None
     if tensor.dtype in (torch.float32, torch.uint8):
@@ -384,43 +367,17 @@ def _array(tensor: Tensor | None) -> Any:
     return bits if tensor.dtype == torch.float16 else bits.view(U16)
 
 
-def compile_ahead(updates: Iterable[tuple[torch.dtype, torch.dtype | None, torch.dtype | None, int]], say: Callable[[], None]) -> None:
-    """Compile, or load from the cache, what ``adam`` and ``sum_of_squares`` run, for gradients of the parameters' own dtype, and in fp32.
-
-    Args:
-        updates: dtypes of parameters, of their master if there is one, and of moments, None of these for ``sum_of_squares`` alone; and the
-            number of threads: 1 leaves out what runs on several.
-        say: called if the first function is not in the cache, before all others are compiled, and if another process compiles it.
-    """
-    scalars = AdamStep(lr=0.0, beta1=0.9, beta2=0.9, eps=0.0, weight_decay=0.0, decoupled=True, step=1).scalars()
-    for param, master, moments, num_threads in updates:
-        for grad in dict.fromkeys((param, torch.float32)):
-            like = [None if dtype is None else _array(torch.empty(0, dtype=dtype)) for dtype in (param, grad, master, moments, moments)]
-            work: list[tuple[Any, tuple[Any, ...]]] = [(_sum_of_squares_block, (like[1],)), (_sum_of_squares_parallel, (like[1], np.zeros(0)))]
-            if moments is not None:
-                work = [(function, (*like, scalars)) for function in (_adam_block, _adam_parallel)] + work
-            for function, arguments in work:
-                _compile(function, tuple(map(numba.typeof, arguments)), num_threads, say)
-
-
-def _compile(function: Any, signature: tuple[Any, ...], num_threads: int, say: Callable[[], None]) -> None:
-    if signature not in function.overloads and (num_threads > 1 or not function.targetoptions.get("parallel")):
-        with contextlib.ExitStack() as turn, _threads(num_threads):
-            _wait_turn(function, signature, say, turn)
-            function.compile(signature)
-        if signature in function.stats.cache_misses:
-            say()
-
-
-def adam(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, step: AdamStep, num_threads: int) -> None:
-    """Update in place. All tensors (n,), contiguous."""
-    _launch(_adam_block, _adam_parallel, num_threads, *map(_array, (param, grad, master, exp_avg, exp_avg_sq)), step.scalars())
+def adam(fields: Iterable[Tensor | None], step: AdamStep, num_threads: int) -> None:
+    """Update in place. Fields: param, grad, master, exp_avg, exp_avg_sq (n,), contiguous."""
+    arrays = map(_array, fields)
+    _launch(_adam_block, _adam_parallel, num_threads, *arrays, step.scalars())
 
 
 def sum_of_squares(grad: Tensor, num_threads: int) -> float:
     """The sum of squares of ``grad`` (n,) in float64, the same for any number of threads."""
-    if grad.numel() <= BLOCK:
-        return float(_sum_of_squares_block(_array(grad)))
-    partial = np.zeros(-(-grad.numel() // BLOCK))
-    _launch(_sum_of_squares_parallel.py_func, _sum_of_squares_parallel, num_threads, _array(grad), partial)
+    array, partial = _array(grad), np.zeros(-(-grad.numel() // BLOCK))
+    if len(partial) < 2:
+        return float(_sum_of_squares_block(array))
+    parallel = _sum_of_squares_parallel
+    _launch(parallel.py_func, parallel, num_threads, array, partial)
     return float(partial.sum())
