@@ -162,10 +162,12 @@ class UnitStore:
         self.versions = [param._version for param in self.unit.params]
 
     def release(self) -> None:
-        """Free the full parameters, which keep their shape.
+        """Free the full parameters, which keep their shape; below stage 3 they stay.
 
         Whoever has a view keeps the memory: what is released too early is not read wrong.
         """
+        if not self.is_partitioned:
+            return
         if self.gathering is not None:
             self.gather()
         changed = self.changed()
