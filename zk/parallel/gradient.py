@@ -36,27 +36,23 @@ class Gradient:
         self.store, self.unit, self.layout, self.chunks = store, store.unit, store.layout, chunks
         self.me = weakref.ref(self)
         self.sums_each = False  # sums of squares are asked for by parameter
-        self.forget()
+        self.is_taken = False  # this rank's shard is on its tier
+        self.drop()
 
-    def forget(self) -> None:
-        """Begin without a gradient."""
+    def drop(self) -> None:
+        """Free the values, which were used or are not wanted, and begin without a gradient."""
+        for chunk in self.chunks if self.is_taken else ():
+            chunk.drop()
         count = len(self.unit.params)
+        self.is_taken = False
         self.present = [False] * count  # which parameters have one, on any rank
         self.factors = [1.0] * count  # what each is multiplied with when it is used or read
         self.scale = 1.0  # the loss scale that values have
         # of each chunk: parameter or ALL -> sum of squares of elements, without the factor
         self.squares: list[dict[int, Any]] = [{} for _ in self.chunks]
         self.local: Tensor | None = None
-        self.is_taken = False  # this rank's shard is on its tier
         self.marks: list[Left | None] = [None] * count  # what stands for them in ``param.grad``
         self.added: set[int] = set()  # autograd has put there what is to be added
-
-    def drop(self) -> None:
-        """Free the values: they were used, or are not wanted."""
-        if self.is_taken:
-            for chunk in self.chunks:
-                chunk.drop()
-        self.forget()
 
     # ---- collect -> reduce -> take ---------------------------------------------------------------
 

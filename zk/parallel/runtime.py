@@ -222,7 +222,7 @@ class Runtime:
             self.begin_gather(following, backward)
 
     def release(self, store: UnitStore) -> None:
-        if self.held[store] or store not in self.gathered:
+        if not self.partitions or self.held[store] or store not in self.gathered:
             return
         del self.gathered[store]
         self.by_storage.pop(storage_of(store.full), None)
