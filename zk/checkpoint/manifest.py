@@ -30,21 +30,18 @@ def cuts_of(model: nn.Module) -> dict[str, Cut]:
 
 def of_optimizer(optimizer: ZeroOptimizer, scheduler: Any, extra: Any) -> dict[str, Any]:
     """What a manifest says, the same on all ranks."""
-    config = getattr(getattr(optimizer.model, "config", None), "to_json_string", None)  # of HF
-    names, cuts, groups = names_of(optimizer.model), cuts_of(optimizer.model), []
-    for number, group in enumerate(optimizer.param_groups):
-        options = {key: value for key, value in group.items() if key != "params"}
-        own = {"params": [names[param] for param in group["params"]]}
-        groups.append(plain(options, f"param_groups[{number}]") | own)
-    everywhere = optimizer.model.named_parameters(remove_duplicate=False)
+    model, cuts, names = optimizer.model, cuts_of(optimizer.model), names_of(optimizer.model)
+    groups = [g | {"params": [names[p] for p in g["params"]]} for g in optimizer.param_groups]
+    everywhere = model.named_parameters(remove_duplicate=False)
     held = [(name, names[p]) for name, p in everywhere if p in optimizer._runtime.store_of]
+    config = getattr(getattr(model, "config", None), "to_json_string", None)  # of Hugging Face
     return {
         **FORMAT,
         "optimizer": kind_of(optimizer),
         "world": optimizer._layout.comm.size,
         "counters": {"steps": optimizer.num_steps, "skipped_steps": optimizer.skipped_steps},
         "loss_scale": optimizer._scaler.state_dict(),
-        "groups": groups,
+        "groups": plain(groups, "param_groups"),
         "units": [of_unit(store, cuts) for store in optimizer._runtime.stores],
         "tied": {name: kept for name, kept in held if name != kept},
         "model_config": str(config()) if callable(config) else None,
@@ -57,20 +54,22 @@ def of_optimizer(optimizer: ZeroOptimizer, scheduler: Any, extra: Any) -> dict[s
 def of_unit(store: UnitStore, cuts: Mapping[str, Cut]) -> dict[str, Any]:
     """What a manifest says of a unit, without its elements."""
     unit, params = store.unit, []
-    for index, name in enumerate(unit.names):
-        param: dict[str, Any] = {"name": name, "shape": list(unit.shapes[index])}
-        param["dtype"] = str(unit.dtype).removeprefix("torch.")
-        param["offset"], param["steps"] = unit.offsets[index], store.steps[index]
-        if store.steps[index]:
-            numbers = store.rule.numbers(store.groups[index], store.steps[index])
-            param["scalars"] = plain(numbers, f"the state of {name!r}")
-        param["order"] = order_of(store, index)
+    for index, (name, steps) in enumerate(zip(unit.names, store.steps, strict=True)):
+        numbers = store.rule.numbers(store.groups[index], steps) if steps else {}
         cut = cuts[name]
         place = [[part.start, part.stop] for part in cut.place]
-        param["whole"] = {"name": cut.whole, "shape": cut.shape, "place": place}
+        param = {
+            "name": name,
+            "shape": unit.shapes[index],
+            "dtype": str(unit.dtype).removeprefix("torch."),
+            "offset": unit.offsets[index],
+            "steps": steps,
+            "scalars": plain(numbers, f"the state of {name!r}"),
+            "order": order_of(store, index),
+            "whole": {"name": cut.whole, "shape": cut.shape, "place": place},
+        }
         params.append(param)
-    about = {"name": unit.name, "trained": unit.is_trained, "kinds": kinds_of(store)}
-    return {**about, "params": params}
+    return {"name": unit.name, "kinds": kinds_of(store), "params": params}
 
 
 def kinds_of(store: UnitStore) -> list[str]:
@@ -145,32 +144,29 @@ def revived(value: Any, here: Any = None) -> Any:
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """The generators of this process, and of the GPU that its model computes on."""
-    version, state, gauss = random.getstate()
-    kind, keys, *rest = np.random.get_state()
-    is_gpu = device.type == "cuda"
-    return {
-        "python": [version, packed(np.array(state, np.uint32)), gauss],
-        "numpy": [kind, packed(np.asarray(keys)), *rest],
-        "torch": packed(torch.get_rng_state().numpy()),
-        "cuda": packed(torch.cuda.get_rng_state(device).numpy()) if is_gpu else None,
-    }
+    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
+    found: dict[str, Any] = {"torch": packed(torch.get_rng_state()), "cuda": None}
+    for name, (kind, keys, *rest) in states.items():
+        found[name] = [kind, packed(np.array(keys, np.uint32)), *rest]
+    if device.type == "cuda":
+        found["cuda"] = packed(torch.cuda.get_rng_state(device))
+    return found
 
 
 def restore_random(state: Mapping[str, Any], device: torch.device) -> None:
     """Give the generators their states again."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(unpacked(numbers, np.uint32).tolist()), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, unpacked(keys, np.uint32), *rest))
-    torch.set_rng_state(torch.from_numpy(unpacked(state["torch"], np.uint8)))
+    for name, put in {"python": random.setstate, "numpy": np.random.set_state}.items():
+        kind, keys, *rest = state[name]
+        put((kind, tuple(unpacked(keys).view(np.uint32).tolist()), *rest))
+    torch.set_rng_state(torch.from_numpy(unpacked(state["torch"])))
     if state["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(torch.from_numpy(unpacked(state["cuda"], np.uint8)), device)
+        torch.cuda.set_rng_state(torch.from_numpy(unpacked(state["cuda"])), device)
 
 
-def packed(numbers: np.ndarray) -> str:
+def packed(numbers: Any) -> str:
     """Numbers, of which there are many, as text."""
-    return base64.b64encode(zlib.compress(numbers.tobytes())).decode()
+    return base64.b64encode(zlib.compress(np.asarray(numbers).tobytes())).decode()
 
 
-def unpacked(text: str, dtype: type[np.generic]) -> np.ndarray:
-    return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).copy()
+def unpacked(text: str) -> np.ndarray:
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8).copy()
