@@ -92,17 +92,20 @@ class Checkpoint(contextlib.ExitStack):
         except ValueError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}") from error
         self.crc = self.head.pop("crc32", None)
-        if self.crc != crc_of(self.head):
-            raise CheckpointError(f"{self.path} is not what was written: it was damaged, or edited")
+        self.need(self.crc == crc_of(self.head), "is not what was written: damaged, or edited")
         said = {name: self.head.get(name) for name in FORMAT}
-        if said != FORMAT:
-            raise CheckpointError(f"{self.path} is of {said}; this zk reads {FORMAT}")
+        self.need(said == FORMAT, f"is of {said}; this zk reads {FORMAT}")
         self.ranks = []  # what each said of itself
         for part in self.head["parts"]:
             self.ranks.append(json.loads(Written(**part).check(folder).read_bytes()))
         self.files = [Written(**file) for file in self.head["files"]]
         self.buffers = dict.fromkeys(self.ranks[0]["buffers"], self.ranks[0]["file"])
         self.file = functools.cache(self.open)
+
+    def need(self, holds: bool, what: str) -> None:
+        """CheckpointError that says ``what`` of it unless it ``holds``."""
+        if not holds:
+            raise CheckpointError(f"{self.path} {what}")
 
     def open(self, name: str) -> Tensors:
         return Tensors(self.enter_context(regular(self.folder / name).open("rb")))

@@ -147,45 +147,39 @@ def checked(
 
 def check(optimizer: ZeroOptimizer, checkpoint: Checkpoint, scheduler: Any) -> list[Target]:
     """The checkpoint has all that this optimizer holds; returns its parameters."""
-    where, cuts, targets = checkpoint.path, manifest.cuts_of(optimizer.model), list[Target]()
+    need, cuts, targets = checkpoint.need, manifest.cuts_of(optimizer.model), list[Target]()
     for store in optimizer._runtime.stores:
         for index, name in enumerate(store.unit.names):
             cut = cuts[name]
             parts = checkpoint.weights.get(cut.whole, [])
             saved = parts[0].cut.shape if parts else "not there"
-            if saved != cut.shape:
-                raise CheckpointError(
-                    f"{where}: parameter {cut.whole!r} is {saved}, and {cut.shape} in this model"
-                )
+            need(saved == cut.shape, f"has {cut.whole!r} as {saved}, and this model as {cut.shape}")
             about = cut, manifest.order_of(store, index)
             alike = [part for part in parts if (part.cut, part.order) == about][:1]
             targets.append(Target(store, index, cut, alike or parts, bool(alike)))
-            check_states(optimizer, where, targets[-1])
-    for name in checkpoint.weights.keys() - {target.cut.whole for target in targets}:
-        raise CheckpointError(f"{where}: parameter {name!r} is not there in this model")
+            check_states(optimizer, checkpoint, targets[-1])
+    more = [*(checkpoint.weights.keys() - {target.cut.whole for target in targets})]
+    need(not more, f"has the parameters {more}, which are not there in this model")
     check_groups(optimizer, checkpoint, cuts)
     check_buffers(checkpoint, dict(manifest.buffers_of(optimizer)))
-    kinds = checkpoint.head["scheduler_type"], scheduler and type(scheduler).__name__
-    if kinds[0] != kinds[1]:
-        raise CheckpointError(
-            f"{where} was saved with scheduler={kinds[0]}, and scheduler={kinds[1]} was given; give the "
-            "same kind, or none"
-        )
+    saved, here = checkpoint.head["scheduler_type"], scheduler and type(scheduler).__name__
+    why = f"was saved with scheduler={saved}, and scheduler={here} was given"
+    need(saved == here, f"{why}; give the same kind, or none")
     return targets
 
 
-def check_states(optimizer: ZeroOptimizer, where: Path, target: Target) -> None:
+def check_states(optimizer: ZeroOptimizer, checkpoint: Checkpoint, target: Target) -> None:
     """The states of a parameter are of the optimizer's kind."""
     kinds, is_trained = manifest.kinds_of(target.store), target.store.unit.is_trained
     for part in target.parts:
-        is_other = {*kinds} != {*part.pieces} and "param" not in (*kinds, *part.pieces)
-        if is_other or (is_trained and part.steps and target.numbers is None):
-            saved, here = ([*names][1:] or "no state" for names in (part.pieces, kinds))
-            kind = manifest.kind_of(optimizer)
-            raise CheckpointError(
-                f"{where} has {saved} of {part.name!r}, and this {kind} keeps {here}: make the same "
-                "kind with the same options, or take the weights alone (zk export)"
-            )
+        is_known = {*kinds} == {*part.pieces} or "param" in (*kinds, *part.pieces)
+        is_begun = is_trained and part.steps > 0
+        saved, here = ([*names][1:] or "no state" for names in (part.pieces, kinds))
+        why = f"has {saved} of {part.name!r}, and this {manifest.kind_of(optimizer)} keeps {here}"
+        checkpoint.need(
+            is_known and not (is_begun and target.numbers is None),
+            f"{why}: make the same kind with the same options, or take the weights alone (zk export)",
+        )
 
 
 def check_groups(
@@ -198,22 +192,18 @@ def check_groups(
     saved = [[saved_as[n].whole for n in g["params"] if n in saved_as] for g in groups]
     trained = {cuts[name].whole for store in optimizer._trained for name in store.unit.names}
     one, other = ([trained & {*group} for group in found] for found in (here, saved))
-    if one != other:
-        raise CheckpointError(
-            f"{checkpoint.path} has other parameter groups than this optimizer; build the same groups "
-            "in the same order first"
-        )
+    why = "has other parameter groups than this optimizer"
+    checkpoint.need(one == other, f"{why}; build the same groups in the same order first")
 
 
 def check_buffers(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:
     """The model has the buffers that were saved."""
-    where, names, own = checkpoint.path, sorted(checkpoint.buffers), sorted(buffers)
-    if names != own:
-        raise CheckpointError(f"{where} has the buffers {names}, and this model {own}")
+    need, names, own = checkpoint.need, sorted(checkpoint.buffers), sorted(buffers)
+    need(names == own, f"has the buffers {names}, and this model {own}")
     for name, buffer in buffers.items():
         saved, here = ((v.dtype, tuple(v.shape)) for v in (checkpoint.buffer(name), buffer))
-        if saved[1] != here[1] or saved[0].is_floating_point != here[0].is_floating_point:
-            raise CheckpointError(f"{where}: buffer {name!r} is {saved}, and {here} in this model")
+        is_alike = saved[1] == here[1] and saved[0].is_floating_point == here[0].is_floating_point
+        need(is_alike, f"has the buffer {name!r} as {saved}, and this model as {here}")
 
 
 def fill_all(optimizer: ZeroOptimizer, checkpoint: Checkpoint, targets: list[Target]) -> None:
