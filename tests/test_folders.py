@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -201,3 +203,20 @@ def test_a_rank_that_is_killed_during_a_save_leaves_the_old_checkpoint_whole(mom
     assert run[1].num_steps == 1
     run[1].save_checkpoint(tmp_path / "saved")
     assert there(tmp_path / "saved") == ["latest", "step-00000001"] and there(tmp_path) == ["saved"]
+
+
+def test_ctrl_c_says_in_one_line_where_to_resume(tmp_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from tests.core.test_checkpoint import make, train
+from zk.checkpoint import interrupted
+run = make("2-host", Path({str(tmp_path)!r}))
+train(*run, 0, 2)
+error = KeyboardInterrupt()
+interrupted.tell(error, run[1], run[1].save_checkpoint({str(tmp_path)!r}))
+raise error
+"""
+    # an interpreter of its own, whose hook of errors is called
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert f"zk: stopped after step 2; resume from {tmp_path}/step-00000002\n" in done.stderr

@@ -50,7 +50,15 @@ def load_checkpoint(
     with checked(optimizer, Path(directory), scheduler) as (checkpoint, targets):
         head, rank = checkpoint.head, optimizer._layout.comm.rank
         with replacing(optimizer, f"load_checkpoint({str(checkpoint.folder)!r})"):
-            fill_all(optimizer, checkpoint, targets)
+            # all of it, before ranks exchange anything
+            with optimizer._layout.comm.together(f"reading {checkpoint.path}"):
+                for store, of_unit in itertools.groupby(targets, lambda target: target.store):
+                    fill(store, list(of_unit), checkpoint)
+                for name, buffer in manifest.buffers_of(optimizer):
+                    buffer.copy_(checkpoint.buffer(name))
+            for store in optimizer._runtime.stores:
+                store.is_updated, store.version = True, store.version + 1
+                store.publish()
             for group, saved in zip(optimizer.param_groups, head["groups"], strict=True):
                 group |= revived(saved, group) | {"params": group["params"]}
             for target in targets:
@@ -161,10 +169,16 @@ def check(optimizer: ZeroOptimizer, checkpoint: Checkpoint, scheduler: Any) -> l
     more = [*(checkpoint.weights.keys() - {target.cut.whole for target in targets})]
     need(not more, f"has the parameters {more}, which are not there in this model")
     check_groups(optimizer, checkpoint, cuts)
-    check_buffers(checkpoint, dict(manifest.buffers_of(optimizer)))
-    saved, here = checkpoint.head["scheduler_type"], scheduler and type(scheduler).__name__
-    why = f"was saved with scheduler={saved}, and scheduler={here} was given"
-    need(saved == here, f"{why}; give the same kind, or none")
+    buffers = dict(manifest.buffers_of(optimizer))
+    names, own = sorted(checkpoint.buffers), sorted(buffers)
+    need(names == own, f"has the buffers {names}, and this model {own}")
+    for name, buffer in buffers.items():
+        one, other = ((v.dtype, tuple(v.shape)) for v in (checkpoint.buffer(name), buffer))
+        is_alike = one[1] == other[1] and one[0].is_floating_point == other[0].is_floating_point
+        need(is_alike, f"has the buffer {name!r} as {one}, and this model as {other}")
+    was, given = checkpoint.head["scheduler_type"], scheduler and type(scheduler).__name__
+    why = f"was saved with scheduler={was}, and scheduler={given} was given"
+    need(was == given, f"{why}; give the same kind, or none")
     return targets
 
 
@@ -187,36 +201,13 @@ def check_groups(
 ) -> None:
     """Groups have the same parameters, in any order and tiles."""
     saved_as = {part.name: part.cut for parts in checkpoint.weights.values() for part in parts}
-    names, groups = manifest.names_of(optimizer.model), checkpoint.head["groups"]
-    here = [[cuts[names[p]].whole for p in group["params"]] for group in optimizer.param_groups]
-    saved = [[saved_as[n].whole for n in g["params"] if n in saved_as] for g in groups]
     trained = {cuts[name].whole for store in optimizer._trained for name in store.unit.names}
-    one, other = ([trained & {*group} for group in found] for found in (here, saved))
+    names, groups = manifest.names_of(optimizer.model), checkpoint.head["groups"]
+    here = [{cuts[names[p]].whole for p in group["params"]} for group in optimizer.param_groups]
+    saved = [{saved_as[n].whole for n in g["params"] if n in saved_as} for g in groups]
     why = "has other parameter groups than this optimizer"
-    checkpoint.need(one == other, f"{why}; build the same groups in the same order first")
-
-
-def check_buffers(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:
-    """The model has the buffers that were saved."""
-    need, names, own = checkpoint.need, sorted(checkpoint.buffers), sorted(buffers)
-    need(names == own, f"has the buffers {names}, and this model {own}")
-    for name, buffer in buffers.items():
-        saved, here = ((v.dtype, tuple(v.shape)) for v in (checkpoint.buffer(name), buffer))
-        is_alike = saved[1] == here[1] and saved[0].is_floating_point == here[0].is_floating_point
-        need(is_alike, f"has the buffer {name!r} as {saved}, and this model as {here}")
-
-
-def fill_all(optimizer: ZeroOptimizer, checkpoint: Checkpoint, targets: list[Target]) -> None:
-    """Put this rank's elements of all units, and the buffers, in their place, and publish them."""
-    # all of it, before ranks exchange anything
-    with optimizer._layout.comm.together(f"reading {checkpoint.path}"):
-        for store, of_unit in itertools.groupby(targets, lambda target: target.store):
-            fill(store, list(of_unit), checkpoint)
-        for name, buffer in manifest.buffers_of(optimizer):
-            buffer.copy_(checkpoint.buffer(name))
-    for store in optimizer._runtime.stores:
-        store.is_updated, store.version = True, store.version + 1
-        store.publish()
+    is_alike = [trained & group for group in here] == [trained & group for group in saved]
+    checkpoint.need(is_alike, f"{why}; build the same groups in the same order first")
 
 
 def fill(store: UnitStore, targets: list[Target], checkpoint: Checkpoint) -> None:
