@@ -19,16 +19,17 @@ import torch
 import typer
 from torch import nn
 
+from zk.addons.state_dtype import StateDtype
 from zk.config import ZeroConfig, changes
-from zk.core.fit import Footprint, footprint_of
-from zk.core.memory import host_memory
-from zk.core.options import parse_nbytes
-from zk.core.precision import stored_dtypes
-from zk.core.units import find_units
-from zk.core.words import count
+from zk.memory import host_memory
 from zk.nn.deferred import deferred_init
-from zk.offload.rules import rule_for
+from zk.offload.rules import AdamRule
+from zk.options import parse_nbytes
+from zk.placement import Placement, Size
+from zk.precision import dtypes_of
 from zk.tools.gpt import GPT, config_of
+from zk.tools.summary import count
+from zk.unit import Unit, blocks_of, find_units
 
 GIB = 1 << 30
 NAMES = {"device": "GPU", "host": "host", "nvme": "drive"}
@@ -148,41 +149,60 @@ class Machine:
 
 
 @functools.lru_cache(8)
+def units_of(model: nn.Module, dtype: Any = None) -> list[Unit]:
+    """The units of a model that is trained in ``dtype``."""
+    dtype_of = dtypes_of(model, dtype, None)
+    units = find_units(model, blocks_of(model), lambda name, param: dtype_of(param))
+    for unit in units:
+        unit.dtype = dtype_of(unit.params[0])
+    return units
+
+
+@functools.lru_cache(8)
 def sizes_of(model: nn.Module) -> dict[str, int]:
     """Blocks, their width, what the layers of one make of a token, vocabulary, and parameters."""
-    numels = {param: param.numel() for param in model.parameters()}
-    units = find_units(model, dict.fromkeys(numels, 0))
-    shapes = Counter(tuple(tuple(param.shape) for param in unit.params) for unit in units)
+    shapes = Counter(tuple(map(tuple, unit.shapes)) for unit in units_of(model))
     block, blocks = shapes.most_common(1)[0]
     layers = [shape for shape in block if len(shape) == 2]
     words = [tuple(one.weight.shape) for one in model.modules() if isinstance(one, nn.Embedding)]
     vocab, width = max(words, default=(0, max((inner for _, inner in layers), default=0)))
-    found = {"blocks": blocks, "width": width, "made": sum(made for made, _ in layers)}
-    found |= {"vocab": vocab, "numel": sum(numels.values()), "largest": max(numels.values())}
-    return found | {"trained": sum(numels[param] * param.requires_grad for param in numels)}
+    numels = {param: param.numel() for param in model.parameters()}
+    return {
+        "blocks": blocks,
+        "width": width,
+        "made": sum(made for made, _ in layers),
+        "vocab": vocab,
+        "numel": sum(numels.values()),
+        "largest": max(numels.values()),
+        "trained": sum(numels[param] * param.requires_grad for param in numels),
+    }
 
 
 @functools.lru_cache(8)
-def units_of(model: nn.Module, dtype: torch.dtype, experts: bool) -> Any:
-    """Units, of which alike ones are one object, then rules and groups of AdamW."""
-    made = torch.optim.AdamW(param for param in model.parameters() if param.requires_grad)
-    trained = dict.fromkeys(made.param_groups[0]["params"], 0)
-    units, firsts = [], dict[Any, Any]()
-    for unit in find_units(model, trained, stored_dtypes(model, dtype), experts=experts):
-        alike = unit.trained, unit.dtype, unit.anchors[0] is model
-        units.append(firsts.setdefault((alike, *(one.shape for one in unit.params)), unit))
-    return units, [rule_for(made)], made.param_groups
+def placed_sizes(model: nn.Module, dtype: Any, state_dtype: str, ranks: int) -> list[Size]:
+    """What a unit's elements take, as a ZeroOptimizer with AdamW keeps them."""
+    adam = AdamRule(torch.optim.AdamW(one for one in model.parameters() if one.requires_grad))
+    kept, sizes = StateDtype(state_dtype), []
+    for unit in units_of(model, dtype):
+        unit.lay_out(ranks, ranks)
+        fields = kept.codec(unit, adam.codec(unit.dtype)).fields if unit.is_trained else {}
+        sizes.append(Size.of(unit, fields, model))
+    return sizes
 
 
 class Row(NamedTuple):
     """One choice of stage and tiers, with the bytes of a rank."""
 
     config: ZeroConfig
-    found: Footprint
-    missing: dict[str, int]  # memory -> bytes too few
-    tokens: int  # of a step, on all ranks
-    seconds: float  # of a step
-    bound: str  # the resource that takes most of them
+    sizes: Counter[tuple[str, str]]  # (memory, kind) -> bytes
+    missing: dict[str, int] = {}  # noqa: RUF012  memory -> bytes too few
+    tokens: int = 0  # of a step, on all ranks
+    seconds: float = 0.0  # of a step
+    bound: str = ""  # the resource that takes most of them
+
+    def on(self, memory: str, *kinds: str) -> int:
+        """Bytes in a memory, of some kinds or of all."""
+        return sum(n for (m, k), n in self.sizes.items() if m == memory and k in (kinds or (k,)))
 
     def price(self) -> str:
         """Seconds of a step, and tokens per second."""
@@ -193,7 +213,7 @@ class Row(NamedTuple):
     def dump(self) -> dict[str, Any]:
         """The row as JSON can hold it."""
         config = {"stage": self.config.stage, **changes(self.config, ZeroConfig())}
-        nbytes = {f"{memory}_{kind}_nbytes": n for (memory, kind), n in self.found.sizes.items()}
+        nbytes = {f"{memory}_{kind}_nbytes": n for (memory, kind), n in self.sizes.items()}
         return {"config": config, "missing": self.missing, "step_s": self.seconds, **nbytes}
 
 
@@ -208,16 +228,22 @@ class Plan:
     dtype: str = "bf16"
     state_dtype: str = "fp32"
 
-    def bytes(self, config: ZeroConfig, tokens: int) -> Footprint:
+    def bytes(self, config: ZeroConfig, tokens: int) -> Row:
         """Bytes of one rank; blocks are checkpointed. ValueError for budgets that are too small."""
-        units, *optimizer = units_of(self.model, config.dtype, config.stage == 3)  # type: ignore
-        where = self.machine.world, self.machine.gpu_nbytes is None
-        found = footprint_of(self.model, units, config, *where, *optimizer)
-        size, sizes = config.dtype.itemsize, sizes_of(self.model)  # type: ignore[union-attr]
-        block = sizes["blocks"] * sizes["width"] + 3 * sizes["made"]
-        found.sizes["device", "activations"] = tokens * size * block
-        found.sizes["device", "logits"] = tokens * (size + 12) * sizes["vocab"]  # and 3 in fp32
-        return found
+        joined, ranks = self.machine.gpu_nbytes is None, self.machine.world
+        units = placed_sizes(self.model, config.dtype, self.state_dtype, ranks)
+        placement = Placement(config, units, ranks, joined)
+        budgets = {name: getattr(config, f"{name}_budget") or 0 for name in ("device", "host")}
+        sizes = placement.footprint(placement.places(budgets))
+        facts = sizes_of(self.model)
+        size = config.dtype.itemsize  # type: ignore[union-attr]
+        block = facts["blocks"] * facts["width"] + 3 * facts["made"]
+        sizes["device", "activations"] = tokens * size * block
+        sizes["device", "logits"] = tokens * (size + 12) * facts["vocab"]  # and 3 in fp32
+        found = Counter[tuple[str, str]]()
+        for (tier, kind), nbytes in sizes.items():
+            found["host" if joined and tier == "device" else tier, kind] += nbytes
+        return Row(config, found)
 
     def row(self, config: ZeroConfig, tokens: int) -> Row | None:
         """One choice. "auto" tiers get the largest budgets that fit, in GiB; None if none do."""
@@ -234,14 +260,14 @@ class Plan:
                 break
             missing = {name: n - room[name] for name in NAMES if (n := found.on(name)) > room[name]}
             if not (is_auto and missing):
-                seconds = step_of(self, one, found, tokens)
-                return Row(one, found, missing, tokens * self.machine.world, *seconds)
+                seconds, bound = step_of(self, found, tokens)
+                return Row(one, found.sizes, missing, tokens * self.machine.world, seconds, bound)
             less = {name: -(-missing.get(name, 0) // grain) for name in budgets}
             budgets = {name: n - (less[name] or "nvme" in missing) for name, n in budgets.items()}
         return None
 
-    def choices(self) -> Iterator[list[ZeroConfig]]:
-        """Every sensible stage and tiers, the simplest first, with each side that may update."""
+    def choices(self) -> Iterator[ZeroConfig]:
+        """Every sensible stage and tiers, the simplest first."""
         has_gpu, has_drive = self.machine.gpu_nbytes is not None, self.machine.nvme_nbytes > 0
         there = {"device": has_gpu, "host": True, "nvme": has_drive, "auto": has_gpu}
         stages = range(4) if self.machine.world > 1 else [2]
@@ -250,18 +276,17 @@ class Plan:
         for stage, param, state in (way for way in ways if there[way[2]]):
             drive = "/path/on/the/drive" if has_drive and state in ("nvme", "auto") else None
             fields: Any = {"stage": stage, "param_tier": param, "optimizer_tier": state}
-            fields |= {"dtype": self.dtype, "state_dtype": self.state_dtype, "nvme_path": drive}
-            fields["overlap_step"] = away = has_gpu and state != "device"
-            sides = ["host", *["device"] * (away and state != "nvme")]
-            yield [ZeroConfig(**fields, update_on=side) for side in sides]
+            fields |= {"dtype": self.dtype, "nvme_path": drive}
+            if has_gpu and state != "device" and stage == 3:
+                fields["overlap_step"] = True
+            if self.state_dtype != "fp32":
+                fields["state_dtype"] = self.state_dtype
+            yield ZeroConfig(**fields)
 
     def answer(self) -> tuple[list[Row], Row]:
         """All choices, and the simplest of the fastest that fit, or the one that lacks least."""
         for tokens in [self.tokens] if self.tokens else TOKENS:
-            rows: list[Row] = []
-            for sides in self.choices():
-                found = filter(None, (self.row(config, tokens) for config in sides))
-                rows += sorted(found, key=lambda row: (len(row.missing), row.seconds))[:1]
+            rows = list(filter(None, (self.row(config, tokens) for config in self.choices())))
             fitting = [row for row in rows if not row.missing]
             if fitting:
                 most = 1.03 * min(row.seconds for row in fitting)
@@ -285,34 +310,34 @@ class Plan:
             yield from itertools.islice((one for one in answers if not one[1].missing), 1)
 
 
-def step_of(plan: Plan, config: ZeroConfig, found: Footprint, tokens: int) -> tuple[float, str]:
+def step_of(plan: Plan, row: Row, tokens: int) -> tuple[float, str]:
     """Seconds of a step, and the resource that takes most: in each phase the busiest decides."""
-    machine, on, size = plan.machine, found.on, config.dtype.itemsize  # type: ignore[union-attr]
+    machine, config, on, world = plan.machine, row.config, row.on, plan.machine.world
+    size, here = config.dtype.itemsize, min(world, 8)  # type: ignore[union-attr]
     numel, trained = (sizes_of(plan.model)[name] for name in ("numel", "trained"))
     # 8 operations for each parameter and token, 2 of them to compute blocks again
     compute = (6 * numel + 2 * trained) * tokens / machine.tflops / 1e12
-    grads = {name: on(name, "grad") for name in ("host", "nvme")}
-    state = {name: on(name, "master") + on(name, "moments") for name in grads}
-    apart, streams = machine.gpu_nbytes is not None, config.update_on == "device"
-    away, kept, param = sum(grads.values()), sum(state.values()), on("nvme", "param")
-    fetched = (found.sizes["host", "param"] + param) * apart
+    apart = machine.gpu_nbytes is not None
+    away = on("host", "grad") + on("nvme", "grad")
+    on_drive, param = on("nvme", "master", "moments"), on("nvme", "param")
+    kept = on("host", "master", "moments") + on_drive
+    fetched = (on("host", "param") + param) * apart
     # the CPU reads and writes state and parameters, reads gradients, and copies of the last two
-    # cross the link; copies read and write state that the GPU updates, or that rests on a drive
-    dram = (2 * (kept + away) if streams else 2 * kept + 5 * away) + 2 * state["nvme"]
-    others = size * (machine.world - 1) / machine.world  # bytes of an element that other ranks send
+    # cross the link; copies read and write state that rests on a drive
+    dram = 2 * kept + 5 * away + 2 * on_drive
+    others = size * (world - 1) / world  # bytes of an element that other ranks send
     gathered = numel * others * (config.stage == 3)
-    link, here = 1e9 * machine.link_gbps, min(machine.world, 8)
+    link = 1e9 * machine.link_gbps
     read, written = 1e9 * machine.read_gbps / here, 1e9 * machine.written_gbps / here
     reduced = gathered + trained * others * (2 - (config.stage > 0))
-    stored = param / read + grads["nvme"] / written
+    stored = param / read + on("nvme", "grad") / written
     backward = [0.75 * compute, max(fetched, away * apart) / link, stored, reduced / link, 0.0]
     forward = [0.25 * compute, fetched / link, param / read, gathered / link, 0.0]
-    stored = (state["nvme"] + grads["nvme"]) / read + (state["nvme"] + param) / written
-    reduced = trained * others * (config.stage in (1, 2))
-    update = [0.0, (kept + away) * streams / link, stored, reduced / link]
+    stored = (on_drive + on("nvme", "grad")) / read + (on_drive + param) / written
+    update = [0.0, 0.0, stored, trained * others * (config.stage in (1, 2)) / link]
     update.append(dram * here / 1e9 / machine.dram_gbps)
-    beside = list(map(sum, zip(forward, update, strict=True)))
-    phases = (backward, beside) if config.overlap_step else (backward, forward, update)
+    both = list(map(sum, zip(forward, update, strict=True)))
+    phases = (backward, both) if "overlap_step" in config.options else (backward, forward, update)
     slowest = [max(zip(phase, _RESOURCES, strict=True)) for phase in phases]
     return sum(seconds for seconds, _ in slowest), max(slowest)[1]
 
@@ -361,20 +386,19 @@ def report(plan: Plan, rows: list[Row], best: Row) -> Iterator[str]:
     yield "{} GiB of GPU, {} of RAM, {} of drive; ranks: {}".format(*memory, machine.world)
     most = " (the most that fits)" * (not plan.tokens and not best.missing and tokens < TOKENS[0])
     yield f"{tokens:,} tokens a step{most}; 92% of GPU and 90% of RAM may be used\n"
-    yield "stage params optimizer update     GPU    host   drive fits         step tokens/s"
+    yield "stage params optimizer     GPU    host   drive fits         step tokens/s"
     for row in rows:
         config, star = row.config, "*" * (row is best and not row.missing)
-        away = row.found.on("nvme", "moments") + row.found.sizes["host", "moments"]
-        side = "CPU" if away and config.update_on != "device" else "GPU"
-        cells = f"{config.stage}{star:4} {config.param_tier:6} {config.optimizer_tier:9} {side:6}"
-        cells += "".join(f"{_gib(row.found.on(name)):>8}" for name in NAMES)
+        cells = f"{config.stage}{star:4} {config.param_tier:6} {config.optimizer_tier:9}"
+        cells += "".join(f"{_gib(row.on(name)):>8}" for name in NAMES)
         lacks = ", ".join(f"-{_gib(nbytes)} {NAMES[name]}" for name, nbytes in row.missing.items())
         yield f"{cells} {lacks or f'yes  {row.price()}'}"
     yield from ("", *advice(plan, best))
     gpu, ram = map(_gib, deepspeed_nbytes(plan, best.config))
-    ours = " and ".join(_gib(best.found.on(name)) for name in ("device", "host"))
+    ours = " and ".join(_gib(best.on(name)) for name in ("device", "host"))
     yield f"\nDeepSpeed's estimator: {gpu} GiB of GPU, {ram} of RAM; zk: {ours}."
-    used = [_gib(best.found.sizes["device", kind]) for kind in ("activations", "logits")]
+    where = "device" if machine.gpu_nbytes else "host"
+    used = [_gib(best.on(where, kind)) for kind in ("activations", "logits")]
     yield "Of zk's, activations take {} GiB and logits {}; these are estimates.".format(*used)
     yield f"\nEstimates by published rates: {machine.tflops:.3g} TFLOP/s ({machine.source}),"
     yield "GB/s: link {:g}, RAM {:g}, drive {:g}/{:g}".format(*dataclasses.astuple(machine)[-4:])
