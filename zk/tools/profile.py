@@ -1,4 +1,4 @@
-"""``zk.profile``: torch.profiler in which zk's phases are named ranges, and a picture of the last step."""
+"""``zk.profile``: torch.profiler with zk's phases as named ranges, and a picture of the last step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,54 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from zk.core.hooks import Hook
-from zk.core.timeline import OF_UNITS, _profiled, phase, profiles
 from zk.logs import say
+from zk.offload.file import Request
+from zk.parallel.gradient import Gradient
+from zk.parallel.runtime import Hook, Runtime
+from zk.store import UnitStore
+from zk.tools.phases import WAITS, wrap
 
-_DEVICE = {"kernel .*nccl": "gather", "kernel .*adam": "update", "kernel": "compute", "gpu_memcpy .*htod": "upload", "gpu_memcpy .*dtoh": "offload"}
-_ROWS = {"compute": ("compute", "#4477aa"), "update": ("optimizer update", "#228833")}  # name, color
-_ROWS |= {"gather": ("gather, reduce", "#aa3377"), "upload": ("copies to the GPU", "#66ccee")}
-_ROWS |= {"offload": ("copies from the GPU", "#33a0bb"), "read": ("drive reads", "#ccbb44")}
-_ROWS |= {"write": ("drive writes", "#ee8844"), "wait": ("training waits", "#bb3344")}
+Bins = Any  # (_BINS,) bool: when something is at work
+# what an event of the trace is: the first pattern that its category and name match
+_KINDS = {
+    "user_annotation zk: wait": "wait",
+    "user_annotation zk: read": "read",
+    "user_annotation zk: write": "write",
+    r"user_annotation zk: .* (gather|reduce)$": "gather",
+    r"user_annotation zk: .* update$": "update",
+    r"user_annotation zk: .* forward$": "forward",
+    r"user_annotation zk: .* backward$": "backward",
+    r"user_annotation optimizer\.step#zerooptimizer": "step",
+    "kernel .*nccl": "gather",
+    "kernel .*adam": "update",
+    "kernel": "compute",
+    "gpu_memcpy .*htod": "upload",
+    "gpu_memcpy .*dtoh": "offload",
+}
+_ROWS = {  # kind -> name, color
+    "compute": ("compute", "#4477aa"),
+    "update": ("optimizer update", "#228833"),
+    "gather": ("gather, reduce", "#aa3377"),
+    "upload": ("copies to the GPU", "#66ccee"),
+    "offload": ("copies from the GPU", "#33a0bb"),
+    "read": ("drive reads", "#ccbb44"),
+    "write": ("drive writes", "#ee8844"),
+    "wait": ("training waits", "#bb3344"),
+}
 _PASSES, _BINS = {"forward": "#eef3f9", "backward": "#e2eaf3", "step": "#f3f3ee"}, 20_000
+
+
+def _named(words: str) -> Any:
+    return torch.profiler.record_function(f"zk: {words}")
+
+
+_PHASES: tuple[tuple[type, str, Any], ...] = (  # methods of the core, and the range of each
+    (UnitStore, "begin_gather", lambda store: _named(f"{store.unit.name} gather")),
+    (UnitStore, "update", lambda store, *_: _named(f"{store.unit.name} update")),
+    (Gradient, "reduce", lambda grad, *_: _named(f"{grad.unit.name} reduce")),
+    (Request, "move", lambda request, *_: _named(request.what.removeprefix("the "))),
+    *((owner, name, lambda *_, why=why: _named(f"wait {why}")) for why, owner, name in WAITS),
+)
 
 
 class profile(contextlib.ExitStack):  # a verb, as contextlib's are
@@ -39,112 +77,158 @@ class profile(contextlib.ExitStack):  # a verb, as contextlib's are
         skip: steps to let pass first, in which caches fill and kernels are compiled.
     """
 
-    def __init__(self, optimizer: Any, folder: str | Path, *, steps: int | None = None, skip: int = 0) -> None:
+    def __init__(
+        self, optimizer: Any, folder: str | Path, *, steps: int | None = None, skip: int = 0
+    ) -> None:
         if (steps is not None and steps < 1) or skip < 0:
-            raise ValueError(f"steps must be at least 1, or None, and skip at least 0; got steps={steps!r}, skip={skip!r}")
+            raise ValueError(
+                "steps must be at least 1, or None, and skip at least 0; got "
+                f"steps={steps!r}, skip={skip!r}"
+            )
         super().__init__()
-        while not hasattr(optimizer, "held"):
+        while not isinstance(getattr(optimizer, "_runtime", None), Runtime):
             if not hasattr(optimizer, "optimizer"):
-                raise TypeError(f"zk.profile needs a ZeroOptimizer; got {type(optimizer).__name__}")
+                given = type(optimizer).__name__
+                raise TypeError(f"zk.profile needs a ZeroOptimizer; got {given}")
             optimizer = optimizer.optimizer
-        self.folder, self.optimizer, self.steps, self.skip, self.taken, alive = Path(folder), optimizer, steps, skip, -1, [self]
+        self.folder, self.optimizer, self.taken, alive = Path(folder), optimizer, -1, [self]
+        self.first, self.last = skip, skip + steps if steps else None
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.forwards, self.backward, self.units = list[phase](), contextlib.ExitStack(), list[Any]()  # units in backward, the last at work
+        self.forwards: list[Any] = []  # ranges
+        # of units in backward, the last one is at work
+        self.backward, self.units = contextlib.ExitStack(), list[str]()
         self.callback(alive.clear)  # the hook stays, as torch iterates over them when a profile ends
         optimizer.register_step_post_hook(lambda *_: list(map(profile._advance, alive)))
         self._advance()
 
     def _advance(self) -> None:
         self.taken += 1
-        if self.taken == self.skip:
-            if profiles or _profiled():
-                raise RuntimeError("there can be one profile at a time: close the first, or torch's")
-            names = {self.optimizer.model: "model"} | {module: held.unit.name for held in self.optimizer.held for module in held.unit.anchors}
-            for module, name in names.items():
-                begin, end = (Hook(functools.partial(self._pass, name, begins)) for begins in (True, False))
-                self.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
-                self.callback(module.register_forward_hook(end, always_call=True).remove)
-            self.callback(self._write)
-            threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-            self.torch = self.enter_context(torch.profiler.profile(experimental_config=threads))
-            profiles.add(self)
-        elif self.steps is not None and self.taken == self.skip + self.steps:
+        if self.taken == self.first:
+            self._begin()
+        elif self.taken == self.last:
             self.close()
 
+    def _begin(self) -> None:
+        if torch._C._autograd._profiler_enabled():
+            raise RuntimeError("there can be one profile at a time: close the first, or torch's")
+        stores = self.optimizer._runtime.stores
+        names = {self.optimizer.model: "model"} | {s.unit.module: s.unit.name for s in stores}
+        for module, name in names.items():
+            begin, end = (Hook(functools.partial(self._pass, name, b)) for b in (True, False))
+            self.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            self.callback(module.register_forward_hook(end, always_call=True).remove)
+        self.callback(self._write)
+        threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        self.torch = self.enter_context(torch.profiler.profile(experimental_config=threads))
+        for owner, name, around in _PHASES:
+            self.callback(wrap(owner, name, around))
+
     def _pass(self, name: str, begins: bool, *given: Any) -> None:
+        """A forward begins or ends; its backward does the other when a gradient arrives there."""
         if begins:
-            self.forwards.append(phase("forward", name))
-            self.forwards[-1].__enter__()
+            self.forwards.append(_named(f"{name} forward").__enter__())
         elif self.forwards:
-            self.forwards.pop().__exit__()
-        for value in tree_leaves(given[1:] if begins else given[-1]) if torch.is_grad_enabled() else ():
+            self.forwards.pop().__exit__(None, None, None)
+        values = given[1:] if begins else given[-1]
+        for value in tree_leaves(values) if torch.is_grad_enabled() else ():
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 value.register_hook(lambda _: self._backward(name, not begins))
 
     def _backward(self, name: str | None = None, begins: bool = False) -> None:
-        """Backward of a unit begins with the gradient of its output, and ends with that of its input, or with backward itself."""
+        """A unit's backward begins with its output's gradient, and ends with its input's.
+
+        Without ``name`` all of backward has ended.
+        """
         if begins and not self.units:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward)
-        units = self.units + [name] * (name not in self.units) if begins else [unit for unit in self.units if name not in (unit, None)]
+        units = [unit for unit in self.units if name not in (unit, None)]
+        units += [name] * begins  # type: ignore[list-item]
         if units[-1:] != self.units[-1:]:
             self.backward.close()
-            if units:
-                self.backward.enter_context(phase("backward", units[-1]))
+            for unit in units[-1:]:
+                self.backward.enter_context(_named(f"{unit} backward"))
         self.units = units
 
     def _write(self) -> None:
-        profiles.discard(self)
-        self.torch.export_chrome_trace(str(trace := self.folder / f"trace-rank{self.optimizer.everyone.rank}.json".replace("-rank0.", ".")))
-        picture = draw(trace) if importlib.util.find_spec("matplotlib") else "no picture, as matplotlib is not installed"
-        if self.optimizer.everyone.rank == 0:
+        rank = self.optimizer._layout.comm.rank
+        trace = self.folder / ("trace.json" if rank == 0 else f"trace-rank{rank}.json")
+        self.torch.export_chrome_trace(str(trace))
+        has_picture = importlib.util.find_spec("matplotlib")
+        picture = draw(trace) if has_picture else "no picture, as matplotlib is not installed"
+        if rank == 0:
             say(f"zk: wrote {trace}, for https://ui.perfetto.dev; {picture}")
 
 
 def _kind(event: dict[str, Any]) -> str:
-    words = event["name"].split()
-    if words[:1] == ["zk:"] and event["cat"] == "user_annotation":
-        return "gather" if words[-1] == "reduce" else str(words[-1] if words[-1] in OF_UNITS else words[1])
-    return next((kind for pattern, kind in _DEVICE.items() if re.match(pattern, f"{event['cat']} {event['name']}".lower())), "")
+    said = f"{event.get('cat')} {event.get('name')}".lower()
+    return next((kind for pattern, kind in _KINDS.items() if re.match(pattern, said)), "")
+
+
+class Activity:
+    """When each kind of work was done in the last whole step of a trace."""
+
+    def __init__(self, events: list[dict[str, Any]]) -> None:
+        whole = [event for event in events if event.get("ph") == "X" and _kind(event)]
+        ends = sorted(e["ts"] + e["dur"] for e in whole if _kind(e) == "step")
+        steps = [min((event["ts"] for event in whole), default=0.0), *ends]
+        self.start = steps[-2:][0]
+        self.us = max(steps[-1] - self.start, 1)
+        training = {event["tid"] for event in whole if _kind(event) in _PASSES}
+        told = {_kind(e) for e in whole if e["cat"] != "user_annotation"}  # by the GPU itself
+        self.busy: dict[str, Bins] = defaultdict(lambda: np.zeros(_BINS, bool))  # elsewhere
+        self.own: dict[str, Bins] = defaultdict(lambda: np.zeros(_BINS, bool))  # as training
+        for event in whole:
+            kind, by_host = _kind(event), event["cat"] == "user_annotation"
+            first, last = (self.bin(event["ts"] + more) for more in (0, event["dur"]))
+            if by_host and event["tid"] in training:
+                self.own[kind][first : last + 1] = True
+            elif (kind in told) != by_host and kind != "wait":
+                self.busy[kind][first : last + 1] = True
+        others = [self.own[kind] for kind in {"step", *self.own} - {"forward", "backward"}]
+        passes = self.own["forward"] | self.own["backward"]
+        self.own["compute"] = passes & ~np.any(others, axis=0)
+        for kind in _ROWS.keys() - told:
+            self.busy[kind] |= self.own[kind] & ~(self.own["wait"] & (kind != "wait"))
+        self.rows = [kind for kind in _ROWS if self.busy[kind].any()]
+
+    def bin(self, us: float) -> int:
+        return max(-1, int((us - self.start) / self.us * _BINS)) if us >= self.start else 0
+
+    def bars(self, bins: Bins) -> list[tuple[float, float]]:
+        """Begin and length in ms of each stretch of ``bins``."""
+        edges = np.flatnonzero(np.diff(bins, prepend=False, append=False)) * self.us / 1e3 / _BINS
+        return list(zip(edges[::2], edges[1::2] - edges[::2], strict=True))
 
 
 def draw(trace: Path) -> Path:
-    """Draw the last whole step of a trace beside it, a row for each resource."""
+    """Draw the last whole step of a trace in the same folder, a row for each resource."""
     from matplotlib.figure import Figure
 
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X" and _kind(event)]
-    spans = [(_kind(event), event["tid"], event["ts"], event["ts"] + event["dur"], event["cat"] == "user_annotation") for event in events]
-    steps = [min((span[2] for span in spans), default=0.0), *sorted(span[3] for span in spans if span[0] == "step")]
-    start, whole = steps[-2:][0], max(steps[-1] - steps[-2:][0], 1)
-    training, told = {span[1] for span in spans if span[0] in _PASSES}, {span[0] for span in spans if not span[4]}  # told by the GPU itself
-    busy, own = (defaultdict[str, Any](lambda: np.zeros(_BINS, bool)) for _ in range(2))  # elsewhere, and on a thread that trains
-    for kind, tid, begin, stop, by_host in spans:
-        part = slice(max(0, int((begin - start) / whole * _BINS)), max(0, int((stop - start) / whole * _BINS) + 1))
-        if by_host and tid in training:
-            own[kind][part] = True
-        elif (kind in told) != by_host and kind != "wait":
-            busy[kind][part] = True
-    own["compute"] = (own["forward"] | own["backward"]) & ~np.any([own[kind] for kind in {"step", *own} - {"forward", "backward"}], axis=0)
-    for kind in _ROWS.keys() - told:
-        busy[kind] |= own[kind] & ~(own["wait"] & (kind != "wait"))
-    rows = [kind for kind in _ROWS if busy[kind].any()]
-    axes, width = (figure := Figure(figsize=(12, 1.7 + 0.5 * len(rows)), layout="constrained")).subplots(), whole / 1e3  # ms
-
-    def bars(bins: Any) -> list[tuple[float, float]]:
-        edges = np.flatnonzero(np.diff(bins, prepend=False, append=False)) * width / _BINS
-        return list(zip(edges[::2], edges[1::2] - edges[::2], strict=True))
-
+    found = Activity(json.loads(trace.read_text())["traceEvents"])
+    rows, own, width = found.rows, found.own, found.us / 1e3
+    figure = Figure(figsize=(12, 1.7 + 0.5 * len(rows)), layout="constrained")
+    axes = figure.subplots()
     for kind, shade in _PASSES.items():
-        axes.broken_barh(bars(own[kind]), (-1, len(rows) + 1), facecolors=shade, linewidth=0, zorder=0)
-        left, long = max(bars(own[kind]), key=lambda bar: bar[1], default=(0.0, 0.0))
-        axes.text(left + long / 2, -0.72, kind if long > 0.05 * width else "", ha="center", va="center", color="#555555")
+        bars, place = found.bars(own[kind]), (-1, len(rows) + 1)
+        axes.broken_barh(bars, place, facecolors=shade, linewidth=0, zorder=0)
+        left, long = max(bars, key=lambda bar: bar[1], default=(0.0, 0.0))
+        name = kind if long > 0.05 * width else ""
+        axes.text(left + long / 2, -0.72, name, ha="center", va="center", color="#555555")
     for row, kind in enumerate(rows):
-        hidden = busy[kind] & (busy["compute"] if kind != "wait" else True)
-        for bins, alpha in ((busy[kind], 0.4), (hidden & ~(own["backward"] & (kind == "compute")), 1.0)):
-            axes.broken_barh(bars(bins), (row - 0.31, 0.62), facecolors=_ROWS[kind][1], alpha=alpha, linewidth=0)
-        share = f", {hidden.sum() / busy[kind].sum():.0%} hidden" if kind not in ("compute", "wait") else ""
-        axes.text(1.01, row, f"{busy[kind].mean() * width:,.0f} ms{share}", transform=axes.get_yaxis_transform(), va="center")
-    axes.set(xlim=(0, width), ylim=(len(rows) - 0.45, -1), yticks=range(len(rows)), yticklabels=[_ROWS[kind][0] for kind in rows])
-    axes.set(title=f"The last step: {width:,.0f} ms", xlabel="ms since the step began; pale: not hidden behind compute")
+        busy = found.busy[kind]
+        hidden = busy & (found.busy["compute"] if kind != "wait" else True)
+        is_pale = own["backward"] & (kind == "compute")
+        for bins, alpha in ((busy, 0.4), (hidden & ~is_pale, 1.0)):
+            style: Any = {"facecolors": _ROWS[kind][1], "alpha": alpha, "linewidth": 0}
+            axes.broken_barh(found.bars(bins), (row - 0.31, 0.62), **style)
+        share = f", {hidden.sum() / busy.sum():.0%} hidden" * (kind not in ("compute", "wait"))
+        said = f"{busy.mean() * width:,.0f} ms{share}"
+        axes.text(1.01, row, said, transform=axes.get_yaxis_transform(), va="center")
+    labels = [_ROWS[kind][0] for kind in rows]
+    axes.set(xlim=(0, width), ylim=(len(rows) - 0.45, -1), yticks=range(len(rows)))
+    axes.set(yticklabels=labels, title=f"The last step: {width:,.0f} ms")
+    axes.set(xlabel="ms since the step began; pale: not hidden behind compute")
     axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.savefig(picture := trace.with_name(trace.name.replace("trace", "timeline")).with_suffix(".png"), dpi=130)
+    picture = trace.with_name(trace.name.replace("trace", "timeline")).with_suffix(".png")
+    figure.savefig(picture, dpi=130)
     return picture
