@@ -116,8 +116,7 @@ def _adam_kernel(
 def _joined(upper, rounded_up, below):
     """The master of a bf16 parameter: ``upper``, to which it was rounded up or not; the rest."""
     upper = upper.to(tl.uint16, bitcast=True).to(tl.uint32)
-    # no master is rounded up to zero
-    is_written = (rounded_up != 0) & (upper & 0x7FFF == 0)
+    is_written = (rounded_up != 0) & (upper & 0x7FFF == 0)  # no master is rounded up to zero
     return float_of(tl.where(is_written, upper << 16, ((upper - rounded_up) << 16) | below))
 
 
@@ -201,10 +200,6 @@ def launch(
     numbers = map(float, (scale, l2, decay, lerp, *rest, step.step))
     grid(_adam_kernel, triton.cdiv(param.numel(), BLOCK))(
         *(param, grad, master, exp_avg, exp_avg_sq, *numbers, param.numel()),
-        FROM_GRAD=bool(from_grad),
-        L2=bool(l2 != 0),
-        SPLIT=master is not None and master.dtype == torch.int16,
-        CODED=exp_avg.dtype == eight_bit.CODES,
-        BLOCK=BLOCK,
-        num_warps=8,
-    )
+        FROM_GRAD=bool(from_grad), L2=bool(l2 != 0), CODED=exp_avg.dtype == eight_bit.CODES,
+        SPLIT=master is not None and master.dtype == torch.int16, BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip

@@ -11,10 +11,8 @@ without loss. The parameter is the master rounded to nearest even, as every cast
 "master" holds the lower 16 bits. The parameter is then the master's upper half, or that plus one
 when the lower half was rounded up, which is when its highest bit is set: but not at a tie (lower
 half exactly 0x8000) that went down to the even neighbour. That one bit rides in the sign of Adam's
-second moment, which is never negative. Parameter and low together take the master's 4 bytes, where
-a separate master takes 6. Where the user writes the parameter, the master is what was written, to
-within the parameter's precision. No master is rounded up to zero, so a zero for which this seems so
-was written.
+second moment, which is never negative. Where the user writes the parameter, the master is that, to
+within its precision. No master is rounded up to zero, so such a zero was written.
 """
 
 from __future__ import annotations
@@ -31,16 +29,14 @@ Fields = Mapping[str, Tensor]
 
 
 def join(param: Tensor, low: Tensor, exp_avg_sq: Tensor) -> Tensor:
-    """The fp32 master (n,) of ``param`` (n,) bf16, ``low`` (n,) int16 and the signs of
-    ``exp_avg_sq`` (n,) fp32 or bf16."""
+    """The fp32 master (n,) of bf16 ``param``, int16 ``low``, and signs of ``exp_avg_sq``."""
     lower = low.to(torch.int32) & 0xFFFF
     rounded_up = (lower >> 15) & ~torch.signbit(exp_avg_sq).to(torch.int32)
     return eight_bit.joined(param, rounded_up, lower)
 
 
 def split_(master: Tensor, param: Tensor, low: Tensor, exp_avg_sq: Tensor) -> None:
-    """Write ``master`` (n,) fp32 into ``param``, ``low`` and the signs of ``exp_avg_sq``, whose
-    magnitudes stay."""
+    """Write fp32 ``master`` (n,) into ``param``, ``low`` and the signs alone of ``exp_avg_sq``."""
     bits = master.view(torch.int32)
     param.copy_(master)
     low.copy_(bits.to(torch.int16))
@@ -52,8 +48,7 @@ def split_(master: Tensor, param: Tensor, low: Tensor, exp_avg_sq: Tensor) -> No
 def state_fields(
     dtype: torch.dtype, names: Sequence[str], state_dtype: torch.dtype, splits_master: bool
 ) -> dict[str, torch.dtype]:
-    """Name -> dtype of what is kept for each element of a ``dtype`` parameter: the master (its
-    lower half or bits where that is enough), and moments."""
+    """Name -> dtype of what is kept beside a ``dtype`` parameter: master, or a part; moments."""
     fields = dict.fromkeys(names, state_dtype)
     if dtype == torch.float32:
         return fields

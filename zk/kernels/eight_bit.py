@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 CODES = torch.uint8  # the dtype of moments, and of the lower bits of a master
-# second moments: what is added, and the largest; first moments: what is added, and the largest sum
-# that a code holds
+# second moments: what is added, and the largest; first ones: what is added, and the largest sum
 FLOATS = SMALLEST, V_MOST, M_ADDED, M_MOST = 2.0**-52, 2.0**35, 2.0**-4, 15.5
 # second moments: bits of fp32 below a code, the exponent of the first code, the first code that is
 # a whole power of two, and such a code less its exponent
@@ -48,14 +47,12 @@ def _shifted(words: Tensor, by: int) -> Tensor:
 
 
 def _part(mix: Tensor | None, bits: int, times: int = 1) -> Tensor | int:
-    """What is added before ``bits`` bits are cut off: the upper ones of ``times`` the mixed bits,
-    or half of the unit, which rounds to nearest."""
+    """What is added before ``bits`` bits are cut off: upper ones of ``times`` mix, or a half."""
     return 1 << (bits - 1) if mix is None else _shifted(mix * _signed(times), 32 - bits)
 
 
 def mixed(grad: Tensor, master: Tensor, step: int) -> Tensor:
-    """Bits (n,) int32 for the rounding of one update, from fp32 scaled gradient (n,), whose zeros
-    have no sign, and master (n,) before."""
+    """Bits (n,) int32 for the rounding of an update of fp32 ``master`` (n,) by ``grad`` (n,)."""
     bits = ((grad + 0.0).view(torch.int32) + _signed(step * GOLDEN)) ^ master.view(torch.int32)
     bits = (bits ^ _shifted(bits, 16)) * _signed(FIRST)
     bits = (bits ^ _shifted(bits, 13)) * _signed(SECOND)
@@ -101,17 +98,14 @@ def encode_(
     second_codes.copy_(torch.where(fine < V_WHOLE, fine, whole.clamp_(max=255)))
     size = (exp_avg * _unit(second_codes, -1)).abs_() + M_ADDED
     bits = size.clamp_(max=M_MOST).view(torch.int32)
-    # by the lower bits, of which the second moment has used few
     own = ((bits + _part(mix, M_SHIFT, 1 << (32 - M_SHIFT))) >> M_SHIFT) - (M_FIRST << 4)
     first_codes.copy_(own.clamp_(max=127) | (torch.signbit(exp_avg).to(torch.int32) << 7))
 
 
 def joined(param: Tensor, rounded_up: Tensor, below: Tensor) -> Tensor:
-    """The master (n,) fp32 of ``param`` (n,) bf16, of 0 or 1 (n,) int32, by which it was rounded
-    up, and of the bits ``below`` (n,) int32."""
+    """The fp32 master (n,) of bf16 ``param``, 1 where it was rounded up, and the bits ``below``."""
     upper = param.view(torch.int16).to(torch.int32)
-    # no master is rounded up to zero
-    is_written = (rounded_up != 0) & ((upper & 0x7FFF) == 0)
+    is_written = (rounded_up != 0) & ((upper & 0x7FFF) == 0)  # no master is rounded up to zero
     bits = torch.where(is_written, upper << 16, ((upper - rounded_up) << 16) | below)
     return bits.view(torch.float32)
 
@@ -123,8 +117,7 @@ def join24(param: Tensor, low: Tensor) -> Tensor:
 
 
 def split24_(master: Tensor, param: Tensor, low: Tensor, mix: Tensor | None = None) -> None:
-    """Write ``master`` (n,) fp32 into ``param`` and ``low``: to 24 bits as ``mix`` says, or to the
-    nearest."""
+    """Write fp32 ``master`` (n,) into ``param`` and ``low``, rounded as ``encode_`` does."""
     bits = master.view(torch.int32) + _part(mix, 8, GOLDEN)
     bits = torch.where(master == master, bits, 0x7FC00000)
     low.copy_((bits >> 8) & 0xFF)
@@ -132,7 +125,6 @@ def split24_(master: Tensor, param: Tensor, low: Tensor, mix: Tensor | None = No
 
 
 def cast24_(master: Tensor, param: Tensor, low: Tensor) -> None:
-    """Once ``master`` is split, make ``param`` what torch casts it to: where that is the lower
-    neighbour of a tie, the master is just below it."""
+    """After a split, make ``param`` torch's cast: at a tie that goes down, the master is below."""
     low -= (param != master.to(param.dtype)).to(low.dtype)
     param.copy_(master)

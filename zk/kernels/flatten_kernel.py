@@ -20,8 +20,6 @@ from torch import Tensor
 
 from zk.kernels.numerics import BLOCK, grid, rounded, widened
 
-_VECTOR = 16  # bytes of the widest load
-
 
 @triton.jit
 def _move_kernel(
@@ -63,19 +61,18 @@ def table(bounds: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor
 
 
 def launch(tensors: Sequence[Tensor], flat: Tensor, bounds: Sequence[int]) -> None:
-    """Flatten on a GPU, without checks: contiguous tensors of one precision into their regions,
-    from one of ``bounds`` to the next, and zeros into the rest of regions."""
+    """Flatten on a GPU, without checks: contiguous tensors of one precision, as the reference."""
     regions, blocks = table(tuple(bounds), flat.device)
     if not (tensors and len(blocks)):
         return
     pointers = [tensor.data_ptr() for tensor in tensors]
-    # from a base that is aligned, offsets tell which addresses are
-    base = next((i for i, pointer in enumerate(pointers) if pointer % _VECTOR == 0), 0)
+    # from a base that is aligned to the widest load, offsets tell which addresses are
+    base = next((i for i, pointer in enumerate(pointers) if pointer % 16 == 0), 0)
     here = np.zeros((len(regions), 2), np.int64)
     distances = np.array(pointers) - pointers[base]
     here[: len(tensors), 0] = distances // tensors[0].element_size()
     here[: len(tensors), 1] = [tensor.numel() for tensor in tensors]
     there = torch.from_numpy(here).to(flat.device, non_blocking=True)
-    aligned = pointers[base] % _VECTOR == 0 and flat.data_ptr() % _VECTOR == 0
+    aligned = pointers[base] % 16 == 0 and flat.data_ptr() % 16 == 0
     run = grid(_move_kernel, len(blocks))
     run(tensors[base], flat, there, regions, blocks, ALIGNED=aligned, BLOCK=BLOCK, num_warps=4)

@@ -21,22 +21,19 @@ from triton.language.extra import libdevice
 # kernels run as Python, on host memory: for tests of kernels
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _INTERPRETED = tl.constexpr(INTERPRETED)
-# elements of one program of the elementwise kernels: 4 warps x 32 lanes x two 16-byte vectors of
-# 16 bits
+# elements of an elementwise program: 4 warps x 32 lanes x two 16-byte vectors of 16 bits
 BLOCK = 2048
 
 
 def grid(kernel: Any, programs: int | Callable[[Any], tuple[int, ...]]) -> Callable[..., None]:
     """The launcher of ``kernel`` over ``programs``, or what a function of its configuration says.
 
-    Triton launches on the current device and its stream, wherever the arguments are: so the device
-    of the first one is made current.
+    Triton launches on the current device, wherever arguments are: the first one's is made current.
     """
     launcher = kernel[programs if callable(programs) else (programs,)]
 
     def launch(first: Tensor, *args: Any, **options: Any) -> None:
-        near = contextlib.nullcontext()
-        with torch.cuda.device(first.device) if first.is_cuda else near:
+        with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
             launcher(first, *args, **options)
 
     return launch

@@ -32,6 +32,10 @@ def _op(name: str, written: str) -> Any:
     return torch.library.custom_op(f"zk::{name}_", run, mutates_args=(written,), schema=schema)
 
 
+_flatten, _reduce = _op("flatten", "flat"), _op("reduce", "out")
+_tiled_matmul = _op("tiled_matmul", "out")
+
+
 def _check(**tensors: Tensor | None) -> None:
     """TypeError for a dtype that kernels do not know; ValueError for tensors on several devices."""
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -63,11 +67,6 @@ def _overlap(one: Tensor, other: Tensor | None) -> bool:
     return is_one and bool(start < end and begin < stop)
 
 
-# ---- flatten -------------------------------------------------------------------------------------
-
-_flatten = _op("flatten", "flat")
-
-
 def flatten(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int]) -> None:
     """Copy ``tensors`` into ``flat``, cast.
 
@@ -94,11 +93,6 @@ def flatten(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int]) -> 
         _flatten(sources, flat, [bound for region in regions for bound in region])
 
 
-# ---- reduce --------------------------------------------------------------------------------------
-
-_reduce = _op("reduce", "out")
-
-
 def reduce(rows: Tensor, out: Tensor) -> None:
     """Write the mean of ``rows``: summed in fp32 in their order, rounded once.
 
@@ -115,9 +109,6 @@ def reduce(rows: Tensor, out: Tensor) -> None:
     _need(fits, says, rows.shape, rows.stride(), out.shape, out.stride())
     _need(not _overlap(rows, out), "rows and out must share no memory")
     _reduce(rows, out)
-
-
-# ---- adam ----------------------------------------------------------------------------------------
 
 
 def adam(
@@ -167,18 +158,13 @@ def check_adam(
     is_known = (param.dtype, dtypes.get("master"), exp_avg.dtype) in _LAYOUTS
     _need(
         is_known and exp_avg_sq.dtype == exp_avg.dtype,
-        "an fp32 parameter has no master; a bf16 or fp16 one has one in fp32; a bf16 one may have "
-        "it split, in int16, or, with moments in uint8, in uint8; moments have one dtype: fp32, bf16 "
-        "or uint8; got param {} with {}",
+        "an fp32 parameter has no master; a 16-bit one has it in fp32; a bf16 one may have it split: "
+        "in int16, or, if moments are uint8, in uint8; moments have one dtype: fp32, bf16 or uint8; "
+        "got param {} with {}",
         *(param.dtype, dtypes),
     )
     if exp_avg.dtype == CODES:
         step.check_coded()
-
-
-# ---- tiled_matmul --------------------------------------------------------------------------------
-
-_tiled_matmul = _op("tiled_matmul", "out")
 
 
 def _blas_can_read(matrix: Tensor) -> bool:

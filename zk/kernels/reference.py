@@ -1,5 +1,4 @@
-"""In and out: as the kernel of the same name. Plain PyTorch: what kernels are tested against, and
-what runs in host memory."""
+"""Each kernel in plain PyTorch: what it is tested against, and what runs in host memory."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ Master = Tensor | None
 
 
 def unchecked(name: str, device: torch.device) -> Callable[..., Any]:
-    """What runs a kernel, for arguments that need no check: in host memory its reference, for which
-    Triton is not imported."""
+    """What runs a kernel without checks: in host memory its reference, without Triton."""
     if device.type == "cpu":
         return globals()[name]  # type: ignore[no-any-return]
     launch: Callable[..., Any] = importlib.import_module(f"zk.kernels.{name}_kernel").launch
@@ -38,8 +36,7 @@ def reduce(rows: Tensor, out: Tensor) -> None:
 
 
 def flatten(tensors: Sequence[Tensor], flat: Tensor, bounds: Sequence[int]) -> None:
-    """Each tensor into its region of ``flat``, from one of ``bounds`` to the next, which touch; all
-    else in regions is zeroed."""
+    """Each tensor, and zeros, into its region of ``flat``: from one of ``bounds`` to the next."""
     parts, zero = list[Tensor](), flat.new_zeros(1, dtype=tensors[0].dtype)
     for tensor, start, stop in zip(tensors, bounds[::2], bounds[1::2], strict=True):
         parts += [tensor.reshape(-1), zero.expand(stop - start - tensor.numel())]
@@ -56,15 +53,13 @@ def adam(
     bc2_sqrt = step.bias_corrections[1] ** 0.5
     fields = {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     fields |= {} if master is None else {"master": master}
-    is_near = grad.device.type == "cpu"
-    chunk = CHUNK if is_near else CHUNK << 8  # an accelerator wants few, long launches
-    for start in range(0, len(grad), chunk):
-        here = {name: field[start : start + chunk] for name, field in fields.items()}
-        g = grad[start : start + chunk].to(torch.float32, copy=True)
+    for start in range(0, len(grad), CHUNK):
+        here = {name: field[start : start + CHUNK] for name, field in fields.items()}
+        g = grad[start : start + CHUNK].to(torch.float32, copy=True)
         if step.signed_scale != 1.0:
             g.mul_(step.signed_scale)
         m, v = (codec.read(here, name).float() for name in ("exp_avg", "exp_avg_sq"))
-        x, p = codec.read(here, "master"), param[start : start + chunk]
+        x, p = codec.read(here, "master"), here["param"]
         if master is not None and master.dtype == torch.float32:
             x.copy_(torch.where(x.to(p.dtype) == p, x, p.float()))
         mix = eight_bit.mixed(g, x, step.step) if exp_avg.dtype == eight_bit.CODES else None

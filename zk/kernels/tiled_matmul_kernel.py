@@ -20,13 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zk.kernels import reference
 from zk.kernels.numerics import INTERPRETED, grid, readable, rounded
 
-# (BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages). No split over K: every configuration sums in
-# the same order, so which one is the fastest on a machine does not change its results. One for
-# large tiles (128 x 256 spills registers once plus is read), one for few rows, one for small ones.
-# Interpreted, small matrices are to have several blocks.
+# (BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages). No split over K: all sum in the same order, so
+# the fastest on a machine has the results of the others. For large tiles (128 x 256 would spill
+# registers), few rows, and small ones. Interpreted, small matrices have several blocks.
 _ON_GPU = (128, 128, 64, 8, 3), (64, 128, 64, 4, 4), (64, 64, 64, 8, 3)
 CONFIGS = ((16, 32, 16, 4, 1),) if INTERPRETED else _ON_GPU
 
@@ -93,14 +91,11 @@ def _tuned() -> Any:
 def launch(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: Tensor | None) -> None:
     """``tiled_matmul`` by the kernel, without checks."""
     (m, k), n = a.shape, b.shape[1]
-    if not (m and n and k):
-        reference.tiled_matmul(a, b, out, plus, bias)
+    if not m * n:
         return
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
     given = a, b, out, a if plus is None else plus
     strides = [stride for matrix in given for stride in matrix.stride()]
-    run = grid(
-        _tuned(),
-        lambda tile: (triton.cdiv(m, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"]),),
-    )
+    cdiv = triton.cdiv
+    run = grid(_tuned(), lambda at: (cdiv(m, at["BLOCK_M"]) * cdiv(n, at["BLOCK_N"]),))
     run(a, b, out, plus, bias, m, n, k, *strides, PRECISION=precision)

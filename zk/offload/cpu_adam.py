@@ -10,6 +10,7 @@ ZeRO-Offload, arXiv 2101.06840, section 5.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -28,8 +29,7 @@ Engine = Literal["numba", "torch"]
 
 @functools.cache
 def default_engine() -> Engine:
-    """ "numba" where it is installed, else "torch"; the environment variable ZK_CPU_ADAM names one
-    of them instead."""
+    """ "numba" where it is installed, else "torch"; or what the variable ZK_CPU_ADAM names."""
     there: Engine = "numba" if importlib.util.find_spec("numba") else "torch"
     wanted: dict[str, Engine] = {"": there, "numba": "numba", "torch": "torch"}
     if (name := os.environ.get("ZK_CPU_ADAM", "")) not in wanted:
@@ -47,10 +47,9 @@ def default_threads() -> int:
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if asked.isdigit() and int(asked) and ranks is None:
         return min(int(asked), len(mine))
-    try:
-        shared = mine | os.sched_getaffinity(os.getppid())
-    except OSError:  # it has ended
-        shared = mine
+    shared = set(mine)
+    with contextlib.suppress(OSError):  # the parent has ended
+        shared |= os.sched_getaffinity(os.getppid())
     return max(1, min(len(mine), len(shared) // max(1, int(ranks or 1))))
 
 
@@ -69,11 +68,7 @@ def adam_(
 
     Args:
         engine: in host memory; None takes ``default_engine()``.
-        num_threads: of the numba engine; None takes ``default_threads()``. The torch engine uses
-            torch's.
-
-    Raises:
-        ValueError: for sizes, devices or dtypes that do not fit together.
+        num_threads: of the numba engine; None takes ``default_threads()``. "torch" uses torch's.
     """
     fields = param, grad, master, exp_avg, exp_avg_sq
     if param.device.type == "cuda" and engine is None:

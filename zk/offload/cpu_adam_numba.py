@@ -10,6 +10,7 @@ fp16, uint8 codes (eight_bit.py).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -66,10 +67,7 @@ _float_to_half = _cast(_F32, _I16, lambda on, x: on.bitcast(on.fptrunc(x, _HALF)
 
 @intrinsic
 def _prefetch(typingctx, array, i):
-    """Bring the line of ``array[i]`` into the cache.
-
-    ``i`` may lie behind the end: nothing is read then.
-    """
+    """Bring the line of ``array[i]`` into the cache; behind the end nothing is read."""
 
     def generate(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -94,6 +92,11 @@ def _round_to_bf16(x):
 def _by_types(choose):
     """Decorator: compiled calls run what the function returns for the types of their arguments."""
     return overload(choose, inline="always")(choose)
+
+
+def _kind(array):
+    """The type of an array's elements; None where there is no array."""
+    return getattr(array, "dtype", None)
 
 
 @_by_types
@@ -209,8 +212,8 @@ def _store_second(array, i, v, flag, mix):
 def _joined(upper, rounded_up, below):
     """The master of a bf16 parameter: ``upper``, to which it was rounded up or not; the rest."""
     written = rounded_up & U32(upper & U32(0x7FFF) == 0)  # no master is rounded up to zero
-    upper = (upper - (rounded_up ^ written)) << U32(16)
-    return _as_float(U32(upper | (below & (written - U32(1)))))
+    high = (upper - (rounded_up ^ written)) << U32(16)
+    return _as_float(U32(high | (below & (written - U32(1)))))
 
 
 @_by_types
@@ -228,9 +231,8 @@ def _load_master(param, master, i, flag):
         x, p = master[i], _widened(param[i])
         return x if _widened(_rounded(param, x)) == p else p
 
-    if isinstance(master, types.NoneType):
-        return lambda param, master, i, flag: param[i]
-    return {types.float32: load_separate, types.uint8: load_24}.get(master.dtype, load_split)
+    kinds = {types.float32: load_separate, types.uint8: load_24, types.uint16: load_split}
+    return kinds.get(_kind(master), lambda param, master, i, flag: param[i])
 
 
 @_by_types
@@ -259,20 +261,19 @@ def _store_master(param, master, i, x, mix):
         master[i] = U16(bits & U32(0xFFFF))
         return ((bits >> U32(15)) & U32(1)) & U32(rounded == (bits >> U32(16)))
 
-    if isinstance(master, types.NoneType):
-        return store_param
-    return {types.float32: store_both, types.uint8: store_24}.get(master.dtype, store_split)
+    kinds = {types.float32: store_both, types.uint8: store_24, types.uint16: store_split}
+    return kinds.get(_kind(master), store_param)
 
 
 def _jit(**options):
     """numba.njit, with a cache on disk where there is a place for one."""
-    options |= {"nogil": True, "error_model": "numpy"}
+    make = functools.partial(numba.njit, nogil=True, error_model="numpy", **options)
 
     def decorate(function):
         try:
-            return numba.njit(cache=True, **options)(function)
+            return make(cache=True)(function)
         except RuntimeError:  # neither the package nor the user has a writable cache directory
-            return numba.njit(**options)(function)
+            return make()(function)
 
     return decorate
 
@@ -307,9 +308,7 @@ def _adam_parallel(param, grad, master, m, v, scalars):
 
 @_by_types
 def _cut(array, a, b):
-    if isinstance(array, types.NoneType):
-        return lambda array, a, b: None
-    return lambda array, a, b: array[a:b]
+    return (lambda array, a, b: array[a:b]) if _kind(array) else lambda array, a, b: None
 
 
 @_jit()
@@ -339,9 +338,8 @@ def _launch(
 ) -> None:
     """Call one of two functions over (n,) arrays: on one thread for a few elements.
 
-    numba's first launch calls omp_set_num_threads, which the loader may resolve to the OpenMP
-    library inside torch: torch would then use another number of threads than the user set, and sum
-    in another order.
+    numba's first launch calls omp_set_num_threads, maybe that of the OpenMP library inside torch:
+    torch would then use another number of threads than the user set, and sum in another order.
     """
     if num_threads == 1 or arrays[0].size <= 2 * BLOCK:  # starting threads would take longer
         alone(*arrays)
