@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zk
 from tests.cpu_adam import CPUAdam
 from zk.kernels import reference
 from zk.kernels.codec import join, split_
 from zk.kernels.step import AdamStep
+from zk.offload import cpu_adam_numba
 from zk.offload.cpu_adam import adam_, default_engine, default_threads, sum_of_squares
 from zk.offload.cpu_adam_numba import BLOCK
 
@@ -243,3 +245,15 @@ def test_the_environment_names_the_engine_and_the_threads(monkeypatch: pytest.Mo
     assert default_threads() == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert default_threads() == cores
+
+
+@pytest.mark.parametrize("num_threads", (1, 2))
+def test_the_option_num_threads_is_that_of_the_update(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+    update = cpu_adam_numba.adam
+    monkeypatch.setattr(cpu_adam_numba, "adam", lambda fields, step, threads: seen.add(threads) or update(fields, step, threads))
+    model = nn.Linear(4, 4)
+    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), num_threads=num_threads) as optimizer:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    assert seen == {num_threads}

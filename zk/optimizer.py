@@ -102,7 +102,9 @@ class Layout:
             return Rule(self.inner)
         inner, _ = self.owners[unit.params[0]]
         kind = rule_for(self.rules, unit, inner)
-        return self.made.get((inner, kind)) or self.made.setdefault((inner, kind), kind(inner))
+        rule = self.made.get((inner, kind)) or self.made.setdefault((inner, kind), kind(inner))
+        rule.num_threads = self.num_threads
+        return rule
 
     def codec_of(self, unit: Unit) -> Codec:
         own = self.rule_of(unit).codec(unit.dtype) if unit.is_trained else Codec({})

@@ -93,8 +93,7 @@ def read(fields: Fields, name: str) -> Tensor:
 
 
 def write(fields: Fields, values: Fields, mix: Tensor | None = None) -> None:
-    """Overwrite what ``values`` (n,) has: the "master", and the parameter with it, or moments. The
-    others keep their value.
+    """Overwrite what ``values`` (n,) has, the parameter with the "master"; others keep their value.
 
     ``mix``: bits for the rounding to codes, as from ``eight_bit.mixed``; None for the nearest.
     """

@@ -38,10 +38,11 @@ class AdamStep:
     def of(
         cls, group: Mapping[str, Any], decoupled: bool, number: int, grad_scale: float = 1.0
     ) -> AdamStep:
-        """The scalars of update ``number``, by the options of a param_group."""
+        """The scalars of an update, by a param_group; ``decoupled`` where this does not say it."""
         given = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
         lr, beta1, beta2, eps, decay = map(float, given)
-        maximize = bool(group.get("maximize"))
+        flags = (("decoupled_weight_decay", decoupled), ("maximize", False))
+        decoupled, maximize = (bool(group.get(*option)) for option in flags)
         return cls(lr, beta1, beta2, eps, decay, decoupled, number, grad_scale, maximize)
 
     @property

@@ -61,6 +61,8 @@ class Rule:
     """What is kept for each element, by torch's names."""
     splits_masters = False
     """The arithmetic takes a bf16 parameter and its lower half for the master."""
+    num_threads: int | None = None
+    """Of the CPU update."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
@@ -114,7 +116,8 @@ class AdamRule(Rule):
             self.made[key] = AdamStep.of(group, self.decoupled, step, scale), group
         scalars, _ = self.made[key]
         moments = fields["exp_avg"], fields["exp_avg_sq"]
-        adam_(fields["param"], grad, fields.get("master"), *moments, scalars)
+        given = fields["param"], grad, fields.get("master"), *moments, scalars
+        adam_(*given, num_threads=self.num_threads)
 
 
 class StepRule(Rule):
