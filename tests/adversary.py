@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zk.offload import file
-from zk.offload.file import ALIGN, Engine, File, Request
+from zk.offload.file import ALIGN, File, Request
 
 
 class LateQueue:
@@ -33,26 +33,24 @@ class LateQueue:
         with self.condition:
             while not self.jobs:
                 self.condition.wait()
-            job = self.jobs.pop(self.random.randrange(len(self.jobs)))
+            moves = [number for number, job in enumerate(self.jobs) if job is not None]
+            job = self.jobs.pop(self.random.choice(moves or [0]))  # the end comes last
         time.sleep(self.random.choice((0, 0, 0.001)))
         return job
-
-
-class LateEngine(Engine):
-    def __init__(self, seed: int) -> None:
-        with mock.patch.object(file.queue, "SimpleQueue", {tuple[Request, file.Move] | None: lambda: LateQueue(seed)}):
-            super().__init__(num_threads=2, block_nbytes=8 * ALIGN)
 
 
 @contextlib.contextmanager
 def adversarial_drive(seed: int = 0) -> Iterator[None]:
     """Files opened inside use it."""
-    engine, read_async = LateEngine(seed), File.read_async
+    read_async = File.read_async
 
     def poisoned(self: File, tensor: Tensor, offset: int = 0) -> Request:
         tensor.view(torch.uint8).fill_(0xFF)  # NaN in fp32, bf16 and fp16
         return read_async(self, tensor, offset)
 
-    with mock.patch.object(file, "engine_of", lambda pid: engine), mock.patch.object(File, "read_async", poisoned):
+    with (
+        mock.patch.object(file.queue, "SimpleQueue", lambda: LateQueue(seed)),
+        mock.patch.object(file, "BLOCK_NBYTES", 8 * ALIGN),
+        mock.patch.object(File, "read_async", poisoned),
+    ):
         yield
-    engine.close()

@@ -196,7 +196,7 @@ def drive(case: Case) -> Iterator[dict[str, object]]:
 
 
 def _run(case: Case, engine: str) -> str:
-    with drive(case) as options, mock.patch.object(store, "CHUNK_NUMEL", 1024):
+    with drive(case) as options, mock.patch.object(store, "CHUNK_NUMEL", 2048):
         copies, pinned = softgpu.stats["copies"], softgpu.pinned_nbytes() if softgpu.installed() else 0
         lines = [_run_on(case, engine, options)]
     if softgpu.installed():

@@ -108,8 +108,9 @@ class ZeroConfig:
     """Bytes ("24GiB") of device memory for training state on a rank; "auto" fills it first. None:
     with "auto" half of what is free on a GPU, otherwise no limit."""
     host_budget: int | str | None = None
-    """Bytes ("24GiB") of host memory for training state on a rank; with "nvme" a cache. None: with
-    "auto" nine tenths of this rank's share of what is free, otherwise no limit and no cache."""
+    """Bytes ("24GiB") of host memory for training state on a rank; with "nvme", whole
+    units that fit stay there, parameters first. None: with "auto" nine tenths of this rank's share of
+    what is free; with "nvme", none do; otherwise no limit."""
     clip_grad_norm: float | None = None
     """The largest 2-norm of all gradients: larger ones are scaled down in the update."""
     loss_scale: str | float | DynamicLossScale | None = "auto"

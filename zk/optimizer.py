@@ -89,12 +89,12 @@ class Layout:
         """
         with self.comm.together("ZeroOptimizer()"):
             sizes = [Size.of(unit, self.codec_of(unit).fields, model) for unit in units]
-        places, cache = choose(self.config, sizes, self.comm, self.device, freed)
+        places = choose(self.config, sizes, self.comm, self.device, freed)
         self.places |= zip(units, places, strict=True)
         with self.comm.together("the folder nvme_path"):
             if on_drive(places):
                 paths: Any = self.config.nvme_path
-                self.tiers["nvme"] = Drive(paths, cache, self.device)
+                self.tiers["nvme"] = Drive(paths, self.device)
 
     def rule_of(self, unit: Unit) -> Rule:
         """The rule that updates a unit; a frozen one has none, and keeps nothing."""

@@ -101,20 +101,21 @@ class Placement:
     def places(self, room: Nbytes) -> list[Place]:
         """The tiers of each unit.
 
-        ``room``: bytes that "auto" may fill of "device" and "host". ValueError for budgets that do not
-        hold what must rest there.
+        ``room``: bytes that may be filled of "device" and "host": by "auto", and by "nvme" with a budget
+        of the host. ValueError for budgets that do not hold what must rest there.
         """
-        tiers = ("device", "host", *["nvme"] * bool(self.config.nvme_path))
-        found = self.filled(room, tiers)
-        if "auto" in self.tiers and on_drive(found):
-            found = self.filled({**room, "host": room["host"] - self.buffers}, tiers)
-        self.cache(found)
+        found = self.filled(room)
+        if on_drive(found):
+            found = self.filled({**room, "host": room["host"] - self.buffers})
+        self.check(found)
         return found
 
-    def filled(self, room: Nbytes, tiers: tuple[str, ...]) -> list[Place]:
-        """Fill ``tiers`` with whole units: parameters first, which are used twice in a step."""
+    def filled(self, room: Nbytes) -> list[Place]:
+        """Fill tiers with whole units: parameters first, which are used twice in a step."""
         used, (param_tier, state_tier) = Counter[str](), self.tiers
-        shared = self.joined and self.config.device_budget is None
+        tiers = ("device", "host", *["nvme"] * bool(self.config.nvme_path))
+        budgeted = ("host", "nvme") if self.config.host_budget else ("nvme",)
+        shared = self.joined and self.config.device_budget is None and "auto" in self.tiers
 
         def fits(tier: str, nbytes: int) -> bool:
             there = used["device"] + used["host"] if shared else used[tier]
@@ -127,15 +128,17 @@ class Placement:
             return tier
 
         fillable = tiers[:2] if state_tier == "device" else tiers
-        wanted = fillable if param_tier == "auto" else (param_tier,)
+        wanted = {"auto": fillable, "nvme": budgeted}.get(param_tier, (param_tier,))
         params = [take(wanted, self.rests(size)) for size in self.sizes]
-        states = ["" if s.is_trained and state_tier == "auto" else state_tier for s in self.sizes]
+        near = ("device", "") if state_tier == "auto" else ("",)
+        states = [state_tier if state_tier == "device" else ""] * len(params)
         for number, (size, param) in enumerate(zip(self.sizes, params, strict=True)):
-            if not states[number] and param == "device":
-                states[number] = take(("device", ""), self.state(size))
+            if size.is_trained and not states[number] and param == "device":
+                states[number] = take(near, self.state(size))
                 used["host"] += self.copy(size) * (not states[number])
+        wanted = {"auto": tiers[1:], "nvme": budgeted}.get(state_tier, (state_tier,))
         for number, size in enumerate(self.sizes):
-            states[number] = states[number] or take(tiers[1:], self.state(size))
+            states[number] = states[number] or take(wanted, self.state(size) * size.is_trained)
         return [
             Place("mirrored" if (p, s) in MIRRORED and size.is_trained else p, s * size.is_trained)
             for size, p, s in zip(self.sizes, params, states, strict=True)
@@ -193,11 +196,10 @@ class Placement:
             found["host" if self.joined and tier == "device" else tier] += nbytes
         return found
 
-    def cache(self, places: Sequence[Place]) -> int:
-        """Bytes that host_budget leaves to the drive's cache; ValueError for too small budgets."""
+    def check(self, places: Sequence[Place]) -> None:
+        """ValueError for budgets that do not hold what must rest there."""
         used = dataclasses.replace(self, joined=False).by_memory(self.at_rest(places))
-        rest = int(self.config.host_budget or 0) - used["host"]
-        used["host"] += self.buffers * (on_drive(places) and used["nvme"] > rest)
+        used["host"] += self.buffers * on_drive(places)
         for tier in ("device", "host"):
             budget = getattr(self.config, f"{tier}_budget")
             require(
@@ -205,7 +207,6 @@ class Placement:
                 f"this rank's training state needs {readable(used[tier])} on the {tier} tier, and "
                 f"{tier}_budget is {readable(budget or 0)}; raise it, or use {REMEDIES[tier]}",
             )
-        return max(0, rest)
 
 
 def on_drive(places: Sequence[Place]) -> bool:
@@ -259,8 +260,8 @@ def rooms(config: ZeroConfig, there: Nbytes, joined: bool) -> dict[str, float]:
 
 def choose(
     config: ZeroConfig, sizes: list[Size], comm: Comm, device: torch.device, freed: Iterable[Any]
-) -> tuple[list[Place], int]:
-    """The tiers of each unit, and bytes of the drive's cache.
+) -> list[Place]:
+    """The tiers of each unit.
 
     MemoryError on all ranks where one has not enough. ``freed``: tensors that training gives back.
     """
@@ -283,7 +284,7 @@ def choose(
             f"{REMEDIES.get(''.join(few[:1]))} (zk plan says what fits)",
             MemoryError,
         )
-    return places, placement.cache(places)
+    return places
 
 
 @torch.no_grad()

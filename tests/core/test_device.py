@@ -76,7 +76,7 @@ def test_ranks_with_devices_train_as_plain_torch() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_order_of_what_a_user_does_gives_the_same_bits(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "CHUNK_NUMEL", 1024)
+    monkeypatch.setattr(store, "CHUNK_NUMEL", 2048)
     want = walk(seed, "device", tmp_path, overlap_step=False)
     for options in ({"tier": "host"}, {"tier": "nvme"}, {"tier": "host", "param_tier": "device"}, {"tier": "host", "optimizer_tier": "device"}):
         assert walk(seed, path=tmp_path, **{"overlap_step": False, **options}) == want

@@ -1,4 +1,4 @@
-"""Files: what is written comes back, whatever the offset, size, memory, stripes and faults; nothing is reported done that is not."""
+"""Files: what is written comes back, whatever the offset, size, stripes and faults; nothing is reported done that is not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -14,20 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.programs import run
 from zk.memory import aligned
 from zk.offload import file as file_module
-from zk.offload.file import ALIGN, Engine, File, System
+from zk.offload.file import ALIGN, File, System
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    engine = Engine(num_threads=3, block_nbytes=2 * ALIGN)
-    yield engine
-    engine.close()
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_module, "BLOCK_NBYTES", 2 * ALIGN)
 
 
-def pattern(nbytes: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+def pattern(pages: int, seed: int = 0) -> Tensor:
+    values = torch.randint(0, 256, (pages * ALIGN,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return aligned(pages * ALIGN).copy_(values)
 
 
 class Faults(System):
@@ -74,58 +73,57 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
 
 
 @pytest.mark.parametrize("stripes", (1, 3))
-@pytest.mark.parametrize("direct", (True, False))
-def test_any_offset_size_and_memory(stripes: int, direct: bool, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("direct", (os.O_DIRECT, 0))
+def test_any_pages(stripes: int, direct: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [tmp_path / str(number) for number in range(stripes)]
     for folder in folders:
         folder.mkdir()
-    if not direct:
-        monkeypatch.setattr(file_module, "open_direct", lambda path, flags: -1)
-    whole, random = pattern(100_000), Random(0)
-    file = File(folders, 100_000, engine=engine)
+    opened = file_module.open_unlinked
+    monkeypatch.setattr(file_module, "open_unlinked", lambda folder, name: opened(folder, name, direct))
+    whole, random = pattern(25), Random(0)
+    file = File(folders, whole.nbytes)
     file.write_async(whole).wait()
     for seed in range(60):
-        nbytes = random.choice((0, 1, 511, ALIGN - 1, ALIGN, ALIGN + 1, 2 * ALIGN, 5 * ALIGN + 123, 40_000))
-        offset, shift = random.choice((0, 1, ALIGN, ALIGN + 3, 3 * ALIGN, 50_001)), random.choice((0, 1, 64))
-        source, target = (aligned(nbytes + shift)[shift:] for _ in range(2))
-        source.copy_(pattern(nbytes, seed))
-        whole[offset : offset + nbytes] = source
-        file.write_async(source, offset).wait()
-        file.read_async(target, offset).wait()
+        offset = random.randrange(25)
+        pages = random.randrange(26 - offset)
+        source, target = pattern(pages, seed), aligned(pages * ALIGN)
+        whole[offset * ALIGN :][: source.nbytes] = source
+        file.write_async(source, offset * ALIGN).wait()
+        file.read_async(target, offset * ALIGN).wait()
         assert torch.equal(source, target)
-    found = torch.empty_like(whole)
+    found = aligned(whole.nbytes)
     file.read_async(found).wait()
-    assert torch.equal(found, whole)
+    assert torch.equal(found, whole) and found.nbytes < file.read_nbytes == file.written_nbytes
     file.close()
     assert all(os.listdir(folder) == [] for folder in folders)
 
 
 def test_a_file_has_no_name_and_reads_as_zeros(tmp_path: Path) -> None:
-    file, found = File([tmp_path], 10_000), torch.ones(2_500)
+    file, found = File([tmp_path], 3 * ALIGN - 100), aligned(2 * ALIGN).fill_(1)
     assert os.listdir(tmp_path) == []  # so nothing is left however the process ends
     file.read_async(found).wait()
     assert not found.any()
     found.fill_(3)
-    assert file.extend(20_000) == 12_288 and file.nbytes == 32_288  # from the next page on
-    file.write_async(found, 12_288).wait()
-    file.read_async(found, 22_288).wait()
+    assert file.extend(4 * ALIGN) == 3 * ALIGN and file.nbytes == 7 * ALIGN  # from the next page on
+    file.write_async(found, 3 * ALIGN).wait()
+    file.read_async(found, 5 * ALIGN).wait()
     assert not found.any()
     file.close()
 
 
-def test_short_and_interrupted_calls_are_resumed(tmp_path: Path, engine: Engine, faults: Faults) -> None:
-    data, found = pattern(5 * ALIGN + 77), torch.zeros(5 * ALIGN + 77, dtype=torch.uint8)
-    faults.short, faults.fail = 0.4, {"pwritev": [errno.EINTR] * 3, "preadv": [errno.EINTR] * 3}
-    file = File([tmp_path], data.nbytes, engine=engine)
+def test_short_calls_are_resumed(tmp_path: Path, faults: Faults) -> None:
+    data, found = pattern(5), aligned(5 * ALIGN)
+    faults.short = 0.4
+    file = File([tmp_path], data.nbytes)
     file.write_async(data).wait()
     file.read_async(found).wait()
     assert torch.equal(found, data) and faults.calls > 12
 
 
 @pytest.mark.parametrize(("call", "number"), (("pwritev", errno.EIO), ("pwritev", errno.ENOSPC), ("preadv", errno.EIO)))
-def test_what_the_drive_refuses_is_raised_by_name_to_each_who_waits(call: str, number: int, tmp_path: Path, engine: Engine, faults: Faults) -> None:
+def test_what_the_drive_refuses_is_raised_by_name_to_each_who_waits(call: str, number: int, tmp_path: Path, faults: Faults) -> None:
     data = aligned(6 * ALIGN)
-    file = File([tmp_path], data.nbytes, engine=engine)
+    file = File([tmp_path], data.nbytes)
     file.write_async(data).wait()
     faults.fail = {call: [0, number]}
     request, errors = file.write_async(data) if call == "pwritev" else file.read_async(data), []
@@ -138,24 +136,23 @@ def test_what_the_drive_refuses_is_raised_by_name_to_each_who_waits(call: str, n
     file.close()
 
 
-def test_a_byte_that_has_changed_is_found(tmp_path: Path, engine: Engine, faults: Faults) -> None:
-    data, found = pattern(6 * ALIGN), aligned(6 * ALIGN)
-    file = File([tmp_path], data.nbytes, engine=engine)
+def test_a_byte_that_has_changed_is_found(tmp_path: Path, faults: Faults) -> None:
+    data, found = pattern(6), aligned(6 * ALIGN)
+    file = File([tmp_path], data.nbytes)
     file.write_async(data).wait()
     faults.change = 3 * ALIGN + 5
     file.read_async(found[: 2 * ALIGN]).wait()  # another place is fine
     with pytest.raises(OSError, match=f"the {2 * ALIGN} bytes at offset {2 * ALIGN} are not what was written"):
         file.read_async(found).wait()
-    file.write_async(data[: 2 * ALIGN + 1]).wait()  # written anew over a part of the block: nothing is known of its rest
-    file.read_async(found).wait()
-    unchecked = File([tmp_path], data.nbytes, engine=engine, checksum=False)
-    unchecked.write_async(data).wait()
-    unchecked.read_async(found).wait()
-    assert not torch.equal(found, data)
+    file.write_async(data[: 3 * ALIGN]).wait()  # written anew over a part of the block: nothing is known of its rest
+    file.read_async(found[2 * ALIGN :], 2 * ALIGN).wait()
+    faults.change = 2 * ALIGN
+    with pytest.raises(OSError, match=f"the {ALIGN} bytes at offset {2 * ALIGN} are not"):
+        file.read_async(found).wait()
 
 
-def test_waiting_is_bounded_and_says_for_what(tmp_path: Path, engine: Engine, faults: Faults) -> None:
-    file = File([tmp_path], ALIGN, engine=engine, timeout_s=0.05)
+def test_waiting_is_bounded_and_says_for_what(tmp_path: Path, faults: Faults) -> None:
+    file = File([tmp_path], ALIGN, timeout_s=0.05)
     faults.answers.clear()
     request = file.read_async(aligned(ALIGN))
     with pytest.raises(TimeoutError, match=r"read of 4096 bytes at offset 0 of .*zk-.* has not ended after 0\.05 s"):
@@ -166,13 +163,13 @@ def test_waiting_is_bounded_and_says_for_what(tmp_path: Path, engine: Engine, fa
     request.wait()
 
 
-def test_a_write_comes_after_what_fills_its_memory(tmp_path: Path, engine: Engine) -> None:
+def test_a_write_comes_after_what_fills_its_memory(tmp_path: Path) -> None:
     class Late:
         def wait(self) -> None:
             source.fill_(7)
 
-    source, found = torch.zeros(100), torch.zeros(100)
-    file = File([tmp_path], 400, engine=engine)
+    source, found = (aligned(ALIGN).view(torch.float32) for _ in range(2))
+    file = File([tmp_path], ALIGN)
     file.write_async(source, after=Late()).wait()
     file.read_async(found).wait()
     assert found.eq(7).all()
@@ -188,18 +185,55 @@ def test_a_drive_without_room_and_folders_that_cannot_be_used_are_named(tmp_path
     assert raised.value.filename == str(tmp_path / "none") and os.listdir(tmp_path) == []
 
 
-def test_a_file_that_became_shorter_is_an_error(tmp_path: Path, engine: Engine, faults: Faults) -> None:
-    file = File([tmp_path], 4 * ALIGN, engine=engine)
+def test_a_file_that_became_shorter_is_an_error(tmp_path: Path, faults: Faults) -> None:
+    file = File([tmp_path], 4 * ALIGN)
     faults.zero = True
     with pytest.raises(OSError, match="has become shorter"):
         file.read_async(aligned(ALIGN)).wait()
 
 
 def test_misuse_is_refused(tmp_path: Path) -> None:
-    file = File([tmp_path], 100)
-    for tensor, offset, says in ((torch.zeros(26), 0, "outside of"), (torch.zeros(1), -4, "outside"), (torch.zeros(4, 4).t(), 0, "contiguous")):
+    file, pages = File([tmp_path], 4 * ALIGN), aligned(8 * ALIGN)
+    for tensor, offset, says in (
+        (pages, 0, "outside of"),
+        (pages[:ALIGN], -ALIGN, "outside"),
+        (pages.view(8, ALIGN).t(), 0, "contiguous"),
+        (pages[:10], 0, "whole pages"),
+        (pages[8 : 8 + ALIGN], 0, "whole pages"),
+        (pages[:ALIGN], 8, "whole pages"),
+    ):
         with pytest.raises(ValueError, match=says):
             file.write_async(tensor, offset)
+    file.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        file.read_async(pages[:ALIGN])
+
+
+def test_a_forked_process_is_refused(tmp_path: Path) -> None:
+    program = (
+        "import os, sys\nfrom zk.memory import aligned\nfrom zk.offload.file import File\n"
+        "file = File([sys.argv[1]], 4096)\n"
+        "if os.fork() == 0:\n    file.read_async(aligned(4096))\n"
+        "print(os.waitstatus_to_exitcode(os.wait()[1]))\n"
+    )
+    ended = run("-c", program, str(tmp_path))
+    assert ended.stdout.split() == ["1"] and "the process that forked this" in ended.stderr
+
+
+def test_a_file_ends_with_its_last_request(tmp_path: Path, faults: Faults) -> None:
+    """Threads and descriptors go with a file that nobody closed, once nothing is in flight."""
+    file, found = File([tmp_path], ALIGN), aligned(ALIGN).fill_(1)
+    descriptors, before = file.descriptors, threading.active_count()
+    faults.answers.clear()
+    request = file.read_async(found)
+    del file
+    faults.answers.set()
+    request.wait()
+    while threading.active_count() > before - file_module.THREADS:
+        time.sleep(0.001)
+    assert not found.any()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptors[0])
 
 
 def test_a_folder_without_o_direct_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -212,8 +246,8 @@ def test_a_folder_without_o_direct_warns_once(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(os, "open", refuse)
     for _ in range(2):
-        data = pattern(3 * ALIGN + 9)
-        file, found = File([tmp_path], data.nbytes), torch.zeros_like(data)
+        data = pattern(3)
+        file, found = File([tmp_path], data.nbytes), aligned(data.nbytes)
         file.write_async(data).wait()
         file.read_async(found).wait()
         assert torch.equal(found, data)

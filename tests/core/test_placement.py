@@ -113,11 +113,20 @@ def test_budgets_that_do_not_hold_the_state_are_refused(options: dict[str, Any],
     planned(**enough).places(placement.rooms(zk.ZeroConfig(**enough), ROOM, joined=False))
 
 
-def test_a_budget_of_the_host_is_a_cache_of_the_drive() -> None:
-    drive = {"stage": 3, "param_tier": "host", "optimizer_tier": "nvme", "nvme_path": "/tmp"}
-    where = planned(**drive, host_budget=200_000)
-    assert where.cache(where.places(ROOM)) == 200_000 - 4 * 2000
-    assert planned(**drive).cache(where.places(ROOM)) == 0
+def test_what_a_budget_of_the_host_holds_is_not_on_the_drive() -> None:
+    def kept(count: int, **options: Any) -> str:
+        config = {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": "/tmp", **options}
+        return filled(1 << 40, options.get("host_budget", 1 << 40), count, **config)
+
+    buffers = planned(**AUTO).buffers
+    assert kept(12) == "12nn"
+    assert kept(12, host_budget=buffers + 3 * 2000 + 100) == "3hn 9nn"
+    assert kept(12, host_budget=buffers + 12 * 2000 + 13_000) == "1hh 11hn"
+    assert kept(4, host_budget=1 << 20) == "4hh"
+    buffers -= 4 * 4096  # parameters pass through none
+    assert kept(12, param_tier="host", host_budget=buffers + 12 * 2000 + 13_000) == "1hh 11hn"
+    # below stage 3 parameters are on the device, with copies on the host
+    assert kept(12, stage=2, param_tier="device", host_budget=buffers + 12 * 2000 + 13_000) == "1mh 11mn"
 
 
 def test_a_model_without_memory_is_planned_by_the_same_numbers() -> None:
