@@ -177,8 +177,10 @@ def check(optimizer: ZeroOptimizer, checkpoint: Checkpoint, scheduler: Any) -> l
         is_alike = one[1] == other[1] and one[0].is_floating_point == other[0].is_floating_point
         need(is_alike, f"has the buffer {name!r} as {one}, and this model as {other}")
     was, given = checkpoint.head["scheduler_type"], scheduler and type(scheduler).__name__
-    why = f"was saved with scheduler={was}, and scheduler={given} was given"
-    need(was == given, f"{why}; give the same kind, or none")
+    need(
+        was == given,
+        f"was saved with scheduler={was}, and scheduler={given} was given; give the same kind, or none",
+    )
     return targets
 
 
@@ -189,10 +191,10 @@ def check_states(optimizer: ZeroOptimizer, checkpoint: Checkpoint, target: Targe
         is_known = {*kinds} == {*part.pieces} or "param" in (*kinds, *part.pieces)
         is_begun = is_trained and part.steps > 0
         saved, here = ([*names][1:] or "no state" for names in (part.pieces, kinds))
-        why = f"has {saved} of {part.name!r}, and this {manifest.kind_of(optimizer)} keeps {here}"
         checkpoint.need(
             is_known and not (is_begun and target.numbers is None),
-            f"{why}: make the same kind with the same options, or take the weights alone (zk export)",
+            f"has {saved} of {part.name!r}, and this {manifest.kind_of(optimizer)} keeps {here}: "
+            "make the same kind with the same options, or take the weights alone (zk export)",
         )
 
 
@@ -205,9 +207,11 @@ def check_groups(
     names, groups = manifest.names_of(optimizer.model), checkpoint.head["groups"]
     here = [{cuts[names[p]].whole for p in group["params"]} for group in optimizer.param_groups]
     saved = [{saved_as[n].whole for n in g["params"] if n in saved_as} for g in groups]
-    why = "has other parameter groups than this optimizer"
-    is_alike = [trained & group for group in here] == [trained & group for group in saved]
-    checkpoint.need(is_alike, f"{why}; build the same groups in the same order first")
+    checkpoint.need(
+        [trained & group for group in here] == [trained & group for group in saved],
+        "has other parameter groups than this optimizer; build the same groups in the same order "
+        "first",
+    )
 
 
 def fill(store: UnitStore, targets: list[Target], checkpoint: Checkpoint) -> None:
