@@ -416,6 +416,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Estimate memory and step time of a model before training. Exit code 1: nothing fits."""
+    StateDtype(state_dtype)  # which refuses what it does not know
     machine, how = Machine.of(gpu, ram, nvme, world), {"dtype": dtype, "state_dtype": state_dtype}
     what = Plan(name=model, model=model_of(model), machine=machine, tokens=tokens, **how)
     rows, best = what.answer()
