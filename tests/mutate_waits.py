@@ -2,13 +2,12 @@
 
     python -m tests.mutate_waits [part of "file:line" ...] [--list] [--remember]
 
-A wait is a statement (``event.wait()``, ``link.follow(event)``, ``held.arrive()`` ...), an event that a copy comes after, or one that is
-handed on: as an argument of what releases memory, as an attribute, as what a function returns. They are found in the syntax tree, so a new
-one is tried as soon as it is written. Each mutant runs in a process of its own, forked from one that has imported torch and nothing of zk:
-on the software GPU first cases of the parity grid (tests/test_parity_device.py runs the same ones), then the tests of the file that it is in;
-then, in another process, those of its tests that run on the host. The first failure, a race, a hang or a crash ends it. One that survives must
-be explained below. Before all that the package runs as it is: what fails then would kill every mutant. What killed a mutant the last time is in
-mutate_waits.json, and is tried first; ``--remember`` writes that file.
+A wait is a statement (``event.wait()``, ``link.follow(event)`` ...), an event that a copy or a write comes after, or one that is kept to be
+waited for. They are found in the syntax tree, so a new one is tried as soon as it is written. Each mutant runs in a process of its own, forked
+from one that has imported torch and nothing of zk: on the software GPU the tests of its file, then, in another process, those that run on the
+host. The first failure, a race, a hang or a crash ends it. One that survives must be explained below. Before all that the package runs as it
+is: what fails then would kill every mutant. What killed a mutant the last time is in mutate_waits.json, and is tried first; ``--remember``
+writes that file.
 """
 
 from __future__ import annotations
@@ -29,107 +28,33 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from unittest import mock
 
 from tests import mutant as carried
 from tests.mutant import ROOT
 
-FILES = (
-    "zk/offload/streams.py",
-    "zk/offload/transfer.py",
-    "zk/offload/tiers.py",
-    "zk/offload/state.py",
-    "zk/offload/section.py",
-    "zk/offload/streamed.py",
-    "zk/core/speculation.py",
-    "zk/offload/pinned.py",
-    "zk/offload/pipeline.py",
-    "zk/offload/spill.py",
-    "zk/core/events.py",
-    "zk/offload/worker.py",
-    "zk/parallel/comm.py",
-    "zk/parallel/partitioned.py",
-    "zk/parallel/grads.py",
-    "zk/parallel/released.py",
-    "zk/core/store.py",
-    "zk/parallel/gather.py",
-    "zk/checkpoint/shown.py",
-    "zk/checkpoint/load.py",
-    "zk/optimizer.py",
-    "zk/core/updates.py",
-    "zk/core/holding.py",
-    "zk/checkpoint/state_dicts.py",
-    "zk/core/assemble.py",
-    "zk/nn/activations.py",
-    "zk/offload/stash.py",
-    "zk/offload/snapshot.py",
-    "zk/checkpoint/save.py",
-)
+# file -> its tests on the software GPU, and on the host
+FILES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "zk/offload/link.py": (("tests/core/test_device.py",), ()),
+    "zk/offload/tiers.py": (("tests/core/test_device.py",), ("tests/core/test_tiers.py",)),
+    "zk/offload/drive.py": (("tests/core/test_device.py", "-k", "nvme or any_order"), ("tests/core/test_tiers.py",)),
+    "zk/offload/file.py": ((), ("tests/core/test_files.py", "tests/core/test_tiers.py")),
+    "zk/store.py": (("tests/core/test_device.py",), ("tests/core/test_behaviour.py", "tests/core/test_ranks.py")),
+    "zk/addons/overlap.py": (("tests/core/test_device.py", "-k", "overlap_step or any_order"), ("tests/core/test_tiers.py",)),
+    "zk/nn/activations.py": (("tests/core/test_nn_activations.py",), ()),
+    "zk/checkpoint/save.py": (("tests/test_checkpoint_device.py",), ("tests/core/test_checkpoint.py",)),
+}
 REMEMBERED = ROOT / "tests" / "mutate_waits.json"  # "file function: what" -> what killed it
 TIMEOUT_S = 90.0  # for one case or test, so that a busy machine does not pass for a mutant that hangs
-COMPLETED = "__import__('zk.core.events', fromlist=['COMPLETED']).COMPLETED"
 
 # (file, function, what is removed) -> why nothing can notice
-EQUIVALENT: dict[tuple[str, str, str], str] = {
-    (
-        *("zk/offload/section.py", "Shadow.update"),
-        "self.param.copies[chunk.start] = section.transfer.upload(section.part_of(self.near, chunk), updated, mark)",
-    ): (
-        "the shadow is written next a step later, by a gradient that compute made after parameters of the same stream had come"
-    ),
-    ("zk/offload/section.py", "Section.take_home", "taken.param.copies[chunk.start] = param.copies[chunk.start]"): (
-        "the shadow is written next a step later, by a gradient that compute made once it had waited for this copy of its parameters"
-    ),
-    ("zk/offload/tiers.py", "ResidentFields.exchange", "self.reader = other.reader"): (
-        "a shadow is read by no upload: what stays is a reader of memory that is now the shadow's, which is waited for without need"
-    ),
-    ("zk/offload/tiers.py", "ResidentFields.exchange", "other.reader = self.reader"): (
-        "the shadow is written next a step later, by a gradient that compute made with parameters that were read later than these"
-    ),
-    ("zk/offload/section.py", "Attempt.run", "update(after self.mark)"): (
-        "the update waits for its gradient, which compute made after it had read that memory for the last time, a step before"
-    ),
-    ("zk/offload/section.py", "Shadow.update", "upload(after mark)"): (
-        "only copies of one stream touch that memory; the mark is for what compute did with it before it was allocated, which no test can hold up"
-    ),
-    ("zk/offload/streamed.py", "Stream.copy", "torch.cuda.stream(self.stream) -> with compute"): (
-        "compute's stream follows the same events, so the copy is as right there; it would queue behind all that compute has been asked to do"
-    ),
-    ("zk/offload/spill.py", "Spill.write", "self._after_writes(offset, buffer.nbytes, by_write=True)"): (
-        "a piece is written from the one buffer that has it: open() has waited for that buffer's last write, drop() for other buffers'"
-    ),
-    ("zk/parallel/released.py", "_use", "entry[2].wait()"): (
-        "a unit that is gone has no update in flight: the thread's job keeps it, and an error does"
-    ),
-    ("zk/checkpoint/load.py", "_fill", "held.settle()"): (
-        "of a frozen unit that is being gathered: on a device home.write() waits for the upload, and publish() gathers again; between ranks on "
-        "the host the collective reads that memory, and nothing here can hold it up"
-    ),
-    ("zk/optimizer.py", "ZeroOptimizer.consolidated_state_dict", "self.updates.settle()"): (
-        "each unit is waited for as it is read; over NCCL this keeps the collectives of two communicators apart, which no test can hold up"
-    ),
-    ("zk/optimizer.py", "ZeroOptimizer._reduce", "self.speculation.settle()"): (
-        "an update that begins while step() completes a gradient is waited for and taken, or not, as those before it are: it saves work"
-    ),
-    ("zk/optimizer.py", "ZeroOptimizer._close_memory", "self.assembly.stream.synchronize()"): (
-        "page-locked memory is given back by Link.unpin, which waits for the same streams, and copies of other memory are over when they return"
-    ),
-    ("zk/core/holding.py", "unfreeze", "optimizer.updates.wait()"): (
-        "stores that are given up are waited for as they are pinned, and the others stay as they are; over NCCL, again, it keeps two "
-        "communicators apart"
-    ),
-}
+EQUIVALENT: dict[tuple[str, str, str], str] = {}
 
 # statements that are nothing but a wait
-_WAITS = frozenset(
-    "wait wait_for synchronize _wait follow arrive settle stall join _settle _after_writes".split()  # noqa: SIM905
-)
-# a call of these may be told what to come after
-_TOLD = frozenset(("release", "close", "evict", "_give", "give", "publish", "take_home", "offload_to", "upload", "update", "beside"))
-_EVENT = re.compile(r"^(after|(self\.)?uploaded|event|mark|\w+\.mark|self\.reader|\*busy|.*\.arriving|.*\.events\[.*\]|.*\.event)$")
-# attributes that hold what is to be waited for
-_HOLDERS = frozenset(("reader", "copies", "left", "writer", "after", "arriving", "event", "busy", "request", "uploaded", "read"))
-_TICKETS = frozenset(("added", "underway", "pending"))
+_WAITS = frozenset("wait wait_for wait_for_writes wait_for_copies synchronize follow order record_stream join".split())  # noqa: SIM905
+_COPIES = frozenset(("copy", "offload", "upload", "write_async"))  # are told what to come after
+_AFTER = re.compile(r"^(after|self\.arriving|\[.*(mark\(\)|event|after|arriving).*\])$")
+_HOLDERS = frozenset(("arriving", "leaving", "reading", "event", "near", "updating", "gathering"))  # of what is to be waited for
+_LISTS = frozenset(("writing", "behind"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,69 +117,34 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Expr(self, node: ast.Expr) -> None:
         call = node.value
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _WAITS:
-            inner = call.func.value
-            if call.func.attr == "wait" and isinstance(inner, ast.Call):
-                self._add(node, self._source(inner), f"{self._source(node)} -> without the wait")
-            elif call.func.attr == "follow":
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+            if call.func.attr in _WAITS:
+                self._add(node, "; ".join(map(self._source, call.args)) or "pass", self._source(node))
+            elif call.func.attr == "append" and isinstance(call.func.value, ast.Attribute) and call.func.value.attr in _LISTS:
                 self._add(node, self._source(call.args[0]), self._source(node))
-            else:
-                self._add(node, "pass", self._source(node))
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        values = [*node.args, *(keyword.value for keyword in node.keywords)]
-        if name in ("offload", "upload", "beside"):
-            for value in values:
-                if isinstance(value, ast.List) and value.elts and "mark" in self._source(value):
-                    self._add(value, "[]", f"{name}(after {self._source(value)})")
-        if name == "beside" and isinstance(node.func, ast.Attribute):
-            owner = self._source(node.func.value)
-            if owner.endswith("transfer"):
-                self._add(node, f"__import__('contextlib').nullcontext({owner}.mark)", f"{self._source(node)} -> with compute")
-        if name == "stream" and self._source(node).startswith("torch.cuda.stream("):
+        for value in [*node.args, *(keyword.value for keyword in node.keywords)] if name in _COPIES else ():
+            if _AFTER.match(self._source(value)):
+                self._add(value, "None" if name == "write_async" else "[]", f"{name}(after {self._source(value)})")
+        if self._source(node).startswith("torch.cuda.stream("):
             self._add(node, "__import__('contextlib').nullcontext()", f"{self._source(node)} -> with compute")
-        for keyword in node.keywords:
-            if keyword.arg == "mark":
-                self._add(keyword.value, COMPLETED, f"{name or self._source(node.func)}(mark={self._source(keyword.value)})")
-        if name in _TOLD:
-            for value in node.args + [keyword.value for keyword in node.keywords if keyword.arg != "mark"]:
-                if _EVENT.match(self._source(value)):
-                    star = "*" if isinstance(value, ast.Starred) else ""
-                    self._add(value, "*()" if star else COMPLETED, f"{name}(after {self._source(value)})")
         self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
         for target in node.targets:
-            pairs = [(target, node.value)]
-            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                pairs = list(zip(target.elts, node.value.elts, strict=True))
-            for place, value in pairs:
-                held = place.value if isinstance(place, ast.Subscript) else place
-                attribute = held.attr if isinstance(held, ast.Attribute) and self.names[-1] != "__init__" else ""
-                nothing = (isinstance(value, ast.Constant) and value.value is None) or self._source(value) in ("COMPLETED", "()")
-                instead = COMPLETED if attribute in _HOLDERS else "None" if attribute in _TICKETS else ""
-                if attribute == "last" and isinstance(place, ast.Subscript):
-                    instead = COMPLETED
-                what = f"{self._source(place)} = {self._source(value)}"
-                if isinstance(place, ast.Subscript) and attribute == "writes":
-                    self._add(node, "pass", what)
-                elif instead and not nothing and (attribute != "read" or isinstance(value, ast.Call)):
-                    if isinstance(target, ast.Tuple):
-                        self._add(value, instead, what)
-                    else:
-                        self._add(node, f"{self._source(node)}; {self._source(place)} = {instead}", what)
-        self.generic_visit(node)
-
-    def visit_Return(self, node: ast.Return) -> None:
-        value = node.value
-        if value is not None:
-            source = self._source(value)
-            if source in ("event", "uploaded", "copied") or re.match(r".*\.events\[.*\]$", source):
-                self._add(value, COMPLETED, f"return {source}")
-            elif "publish()" in source or source == "reached()" or source.startswith("self.comm.all_gather("):
-                self._add(value, f"({source}, {COMPLETED})[1]", f"return {source}")
+            held = target.value if isinstance(target, ast.Subscript) else target
+            attribute = held.attr if isinstance(held, ast.Attribute) and self.names[-1] != "__init__" else ""
+            is_nothing = isinstance(node.value, ast.Constant) and node.value.value is None
+            if attribute in _HOLDERS and not is_nothing and self._source(target) != "self.near":  # near: what an event keeps
+                what, value = self._source(node), self._source(node.value)
+                if isinstance(target, ast.Subscript):
+                    self._add(node, value, what)
+                else:
+                    nothing = "[]" if isinstance(node.value, (ast.BinOp, ast.ListComp)) else "None"
+                    self._add(node.value, f"({value}, {nothing})[1]", what)
         self.generic_visit(node)
 
 
@@ -316,101 +206,23 @@ def _pytest(*arguments: str) -> Check:
     return run
 
 
-def _grid(file: str, name: str = "") -> Iterator[Check]:
-    """Cases of tests/test_parity_device.py in one process, those that differ most from each other first; or the one of this name."""
-    from tests.parity import Case, run_case
-    from tests.test_parity_device import DEVICE_CASES, OVERLAPPED
-    from zk.offload.cpu_adam import default_engine
-
-    cases = [case for case in [*OVERLAPPED, *DEVICE_CASES] if case.stage in (1, 2, 3)]
-    spread: dict[object, Case] = {}
-    for case in cases:
-        spread.setdefault((case.stage == 3, case.tier, case.overlap_step, case.accumulation > 1, case.params), case)
-    if name:
-        spread = dict(enumerate(case for case in cases if f"parity {case}" == name))
-
-    def runner(case: Case) -> Check:
-        def run(begins: Begins) -> str:
-            begins(f"parity {case}")
-            with mock.patch.dict(os.environ):  # the engine of the update, which it sets
-                found = run_case(case)
-            default_engine.cache_clear()
-            return f"parity {case}: {found.splitlines()[0][:200]}" if found else ""
-
-        return run
-
-    order = sorted(spread.values(), key=lambda case: (case.tier == "nvme") != (file == "zk/offload/spill.py"))
-    yield from map(runner, order)
-
-
-_RANKS = (
-    *("zk/core/store.py", "zk/parallel/comm.py", "zk/parallel/partitioned.py", "zk/parallel/grads.py", "zk/optimizer.py", "zk/offload/pipeline.py"),
-    *("zk/offload/transfer.py", "zk/parallel/gather.py"),
-)
-
-
 def _as_before(mutant: Mutant) -> Iterator[Check]:
     """What killed it the last time."""
-    yield from _grid(mutant.file, mutant.killer) if mutant.killer.startswith("parity ") else [_pytest(str(ROOT / mutant.killer.removeprefix(_HOST)))]
+    yield _pytest(str(ROOT / mutant.killer.removeprefix(_HOST)))
 
 
 def _on_device(mutant: Mutant) -> Iterator[Check]:
-    """What a mutant must pass on the software GPU, the most likely failure first."""
-    file = mutant.file
-    if file in ("zk/nn/activations.py", "zk/offload/stash.py"):
-        yield _pytest("tests/test_activations_device.py")
-        return
-    if file == "zk/offload/pinned.py":
-        yield _pytest("tests/test_pinned.py")
-    elif file in ("zk/offload/snapshot.py", "zk/checkpoint/save.py"):
-        yield _pytest("tests/test_checkpoint_device.py")
-        return
-    else:
-        yield from _grid(file)
-    if file in ("zk/offload/section.py", "zk/offload/streamed.py", "zk/offload/tiers.py", "zk/offload/transfer.py"):
-        yield _pytest("tests/test_update_on.py")
-    if file == "zk/optimizer.py":
-        yield _pytest("tests/test_update_on.py", "-k", "nothing_streams_any_more")
-    if file in ("zk/offload/section.py", "zk/core/speculation.py"):
-        yield _pytest("tests/test_speculation.py")
-    if file in ("zk/offload/section.py", "zk/core/updates.py"):
-        yield _pytest("tests/test_delay.py")
-    if file == "zk/offload/streams.py":
-        yield _pytest("tests/test_streams.py", "tests/test_gpu.py", "-k", "not every_stage_and_tier")
-    yield _pytest("tests/test_waits.py", "-k", "not two_ranks")
-    if file in _RANKS:
-        yield _pytest("tests/test_waits.py", "-k", "two_ranks")
-        yield _pytest("tests/test_gpu_order.py", "tests/test_gpu_placement.py")
-    if file in ("zk/core/store.py", "zk/optimizer.py", "zk/core/updates.py", "zk/core/events.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
-        yield _pytest("tests/test_overlap_device.py")
-    if file in ("zk/parallel/comm.py", "zk/core/store.py", "zk/offload/transfer.py"):
-        yield _pytest("tests/test_parity_device.py", "-k", "in_the_background-2")
-    if file in ("zk/parallel/partitioned.py", "zk/core/store.py"):
-        yield _pytest("tests/test_parity_device.py", "-k", "in_step-2")
-    if file == "zk/parallel/comm.py":
-        yield _pytest("tests/test_model_parallel.py")
-
-
-_SLOW_ACTIVATIONS = "not training_with_zero and not losses_and_gradients and not other_precisions"
+    """What a mutant must pass on the software GPU."""
+    yield from map(_pytest_of, filter(None, [FILES[mutant.file][0]]))
 
 
 def _on_host(mutant: Mutant) -> Iterator[Check]:
     """What it must pass there, if nothing on the software GPU has noticed."""
-    file = mutant.file
-    if file in ("zk/nn/activations.py", "zk/offload/stash.py"):
-        yield _pytest("tests/test_activations.py", "-k", _SLOW_ACTIVATIONS)
-    if file in ("zk/offload/snapshot.py", "zk/checkpoint/save.py"):
-        yield _pytest("tests/test_checkpoint.py", "-k", "beside or user_wrote or fails or program")
-    if file == "zk/offload/spill.py":
-        yield _pytest("tests/test_nvme_coherence.py")
-    if file in ("zk/core/store.py", "zk/parallel/gather.py", "zk/optimizer.py", "zk/core/updates.py", "zk/core/events.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):  # noqa: E501
-        yield _pytest("tests/test_overlap.py")
-    if file == "zk/core/store.py":
-        yield _pytest("tests/test_optimizers.py::test_where_state_is_when_it_is_updated_and_how_many_ranks_have_it_change_no_bit[2]")
-    if file == "zk/core/updates.py":
-        yield _pytest("tests/test_delay.py", "-k", "not plain_torch")
-    if file == "zk/optimizer.py":
-        yield _pytest("tests/test_export.py", "-k", "not ranks")
+    yield from map(_pytest_of, filter(None, [FILES[mutant.file][1]]))
+
+
+def _pytest_of(arguments: tuple[str, ...]) -> Check:
+    return _pytest(*arguments)
 
 
 _PHASES = (_as_before, _on_device, _on_host)
@@ -548,8 +360,7 @@ def main(arguments: Sequence[str]) -> int:
 
     import tests.conftest  # noqa: F401
 
-    apart = ("activations.py", "stash.py", "pinned.py", "spill.py")  # these have checks of their own
-    kinds = {one.file if one.file.endswith(apart) else "zk/core/store.py" for one in chosen}
+    kinds = {one.file for one in chosen}
     broken: list[str] = []
     unchanged = [Mutant(file, 0, "", "", (ROOT / file).read_text()) for file in sorted(kinds)]
     run(unchanged, lambda mutant, failed, _: broken.append(f"{mutant.file}: {failed}") if failed else None)

@@ -8,11 +8,10 @@ import mmap
 import os
 import re
 import resource
-import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import psutil
@@ -23,27 +22,14 @@ SMALL = 1 << 12
 HUGE = 2 << 20
 WIPE_ON_FORK = 18  # madvise(2): a forked process has zeros there, and the kernel copies nothing
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# of versions 2 and 1: limit, usage, and what of the usage the kernel drops where memory is short
+# of versions 2 and 1: folder, limit, usage, and what its files in memory.stat are called before
 CGROUP_FILES = (
-    ("memory.max", "memory.current", ("inactive_file", "active_file")),
-    (
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        ("total_inactive_file", "total_active_file"),
-    ),
+    ("", "memory.max", "memory.current", ""),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
 
-
-class Pinning(Protocol):
-    """What locks pages for copies: a link (zk.offload.link)."""
-
-    def pin(self, memory: Tensor) -> None: ...
-
-    def unpin(self, memory: Tensor) -> None: ...
-
-
 _regions = weakref.WeakValueDictionary[int, mmap.mmap]()  # what forked processes lack, by address
-_free: dict[tuple[int, Pinning | None], list[np.ndarray]] = {}  # buffers that nobody uses
+_free: dict[tuple[int, Any], list[np.ndarray]] = {}  # buffers that nobody uses
 
 
 def round_up(nbytes: int, multiple: int = mmap.PAGESIZE) -> int:
@@ -88,14 +74,12 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 # ---- memory that is used again -------------------------------------------------------------------
 
 
-def empty(
-    numel: int, dtype: torch.dtype, device: torch.device, link: Pinning | None = None
-) -> Tensor:
+def empty(numel: int, dtype: torch.dtype, device: torch.device, link: Any = None) -> Tensor:
     """(numel,) of any value, as torch.empty, from buffers of the same size that were freed.
 
     A buffer is free when the last tensor that shares its memory is gone. Its pages stay touched,
-    which costs a third of a second for each GiB that is new. ``link``: they are page-locked for it,
-    once.
+    which costs a third of a second for each GiB that is new. ``link`` (a CudaLink): they are
+    page-locked for it, once.
     """
     nbytes = numel * dtype.itemsize
     if device.type != "cpu" or (nbytes < SMALL and link is None):
@@ -130,49 +114,36 @@ def trim() -> None:
 
 def peak_nbytes() -> int:
     """The most memory this process has had at once (its resident set's high-water mark)."""
-    try:
-        status = Path("/proc/self/status").read_text()
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
-    except (
-        OSError,
-        TypeError,
-    ):  # no /proc: getrusage may include the process that started this one
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    # getrusage may include the process that started this one
+    status = Path("/proc/self/status").read_text()
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
 
 
-def own_cgroups() -> Iterator[tuple[Path, tuple[str, str, tuple[str, ...]]]]:
-    """Folders of this process's control groups for memory, up to the root; files in them."""
-    try:
-        lines = OWN_CGROUPS.read_text().splitlines()
-    except OSError:  # no /proc
-        return
-    for line in lines:
+def limits() -> Iterator[tuple[int, int]]:
+    """Limit and usage of this process's control groups for memory, up to the root."""
+    for line in OWN_CGROUPS.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root = CGROUPS / "memory" if controllers else CGROUPS
-        own = root / path.lstrip("/")
-        for folder in (own, *own.parents):
-            if folder.is_relative_to(root):
-                yield folder, CGROUP_FILES[bool(controllers)]
+        folder, limit, usage, prefix = CGROUP_FILES[bool(controllers)]
+        root, above = CGROUPS / folder, Path(path.lstrip("/"))
+        is_memory = not controllers or "memory" in controllers.split(",")
+        for own in (above, *above.parents) if is_memory else ():
+            # without a limit ("max"), not mounted, another kernel's
+            with contextlib.suppress(OSError, ValueError):
+                stat = (root / own / "memory.stat").read_text()
+                dropped = re.findall(rf"(?m)^{prefix}(?:in)?active_file (\d+)$", stat)
+                used = int((root / own / usage).read_text()) - sum(map(int, dropped))
+                yield int((root / own / limit).read_text()), used
 
 
 def host_memory() -> tuple[int, int]:
     """Bytes of host memory that this process may have, and that are free of them.
 
-    The machine's; less in a container with a limit, or with one for addresses (ulimit -v).
+    The machine's; less in a container with a limit, or with one for addresses (ulimit -v). What the
+    kernel drops where memory is short counts as free.
     """
     machine = psutil.virtual_memory()
     total, free = int(machine.total), int(machine.available)
-    for folder, (limit_file, usage_file, droppable) in own_cgroups():
-        try:
-            limit = int((folder / limit_file).read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            dropped = sum(int(stat.get(name, 0)) for name in droppable)
-            used = int((folder / usage_file).read_text()) - dropped
-        except (OSError, ValueError):  # without a limit ("max"), not mounted, another kernel's
-            continue
+    for limit, used in limits():
         if limit < machine.total:
             total, free = min(total, limit), min(free, max(0, limit - used))
     addresses = resource.getrlimit(resource.RLIMIT_AS)[0]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -275,6 +276,25 @@ def test_host_memory_is_not_copied_by_a_fork_and_reading_it_there_ends() -> None
         "print(os.waitstatus_to_exitcode(os.wait()[1]), x.sum().item())\n"
     )
     assert run("-c", program).stdout.split() == ["-11", str(float(1 << 20))]
+
+
+@pytest.mark.parametrize("version", (1, 2))
+def test_a_limit_of_a_container_is_the_memory_there_is(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    total, free = memory.host_memory()
+    prefix, folder = ("total_", tmp_path / "memory/job/step") if version == 1 else ("", tmp_path / "job/step")
+    limit, usage = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
+    folder.mkdir(parents=True)
+    (folder / f"memory.{limit}").write_text("max\n")  # its own has none, the one above has
+    (folder.parent / f"memory.{limit}").write_text(f"{50 << 20}\n")
+    for where in (folder, folder.parent):
+        (where / f"memory.{usage}").write_text(f"{30 << 20}\n")
+        (where / "memory.stat").write_text(f"anon 7\n{prefix}inactive_file {5 << 20}\n{prefix}active_file {1 << 20}\nactive_files 9\n")
+    (tmp_path / "own").write_text("0::/job/step\n" if version == 2 else "4:cpu:/job\n3:memory,other:/job/step\n")
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "own")
+    assert memory.host_memory() == (50 << 20, 26 << 20) and total > 50 << 20 and free > 26 << 20
+    (tmp_path / "own").write_text("4:cpu:/job\n")
+    assert memory.host_memory()[0] == psutil.virtual_memory().total
 
 
 def test_where_host_is_the_device_nothing_is_copied() -> None:

@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class FileChunk(Chunk):
         self.dtypes, self.device, self.link = dict(dtypes), CPU, tier.link
         self.kind = tuple(dtypes)
         self.capacity = capacity_of(self.nbytes)  # a field's first dtype is its widest
-        self.buffer: Tensor | None = None  # (capacity,) uint8
+        self.buffer: Any = None  # (capacity,) uint8
         self.reading: Request | None = None
         self.writing: list[tuple[slice, Request]] = []  # parts
         self.arriving: Event | None = None  # the last copies between the buffer and the device
@@ -52,13 +53,8 @@ class FileChunk(Chunk):
     def read(self, must: bool) -> bool:
         """Start to read, if need be; False where that ``must`` not be and there is no buffer."""
         if self.tier.acquire(self, must):
-            self.reading = self.file.read_async(self.memory[: self.nbytes], self.offset)
+            self.reading = self.file.read_async(self.buffer[: self.nbytes], self.offset)
         return self.buffer is not None
-
-    @property
-    def memory(self) -> Tensor:
-        assert self.buffer is not None
-        return self.buffer
 
     def spans(self, part: slice) -> dict[str, tuple[int, int]]:
         """First and last byte of a part of each field, in the buffer."""
@@ -75,7 +71,7 @@ class FileChunk(Chunk):
             self.opened, self.is_ahead = self.opened + 1, False
         self.wait(part)
         spans = self.spans(part).items()
-        return {name: self.memory[i:j].view(self.dtypes[name]) for name, (i, j) in spans}
+        return {name: self.buffer[i:j].view(self.dtypes[name]) for name, (i, j) in spans}
 
     def wait(self, part: slice = ALL) -> None:
         """Wait until nothing is in flight from or to a part of the buffer."""
@@ -102,7 +98,7 @@ class FileChunk(Chunk):
                 self.wait_for_writes(part)
                 self.writing = [pair for pair in self.writing if not pair[1].done]
             for start, stop in spans if changed else ():
-                pages, place = self.memory[start : round_up(stop)], self.offset + start
+                pages, place = self.buffer[start : round_up(stop)], self.offset + start
                 self.writing.append((part, self.file.write_async(pages, place, self.arriving)))
 
     def put(self, name: str, values: Tensor) -> None:
@@ -113,7 +109,7 @@ class FileChunk(Chunk):
             self.tier.acquire(self)
             self.opened, self.is_ahead = self.opened + 1, False
         start, stop = self.spans(ALL)[name]
-        field = self.memory[start:stop].view(values.dtype)
+        field = self.buffer[start:stop].view(values.dtype)
         if self.link is None or values.device == CPU:
             field.copy_(values)
         else:
@@ -196,7 +192,7 @@ class Drive:
 
     def release(self, chunk: FileChunk) -> None:
         """Leave a chunk's buffer to whoever has a view of it; its memory is used again after that."""
-        self.used[chunk.kind] -= chunk.memory.nbytes
+        self.used[chunk.kind] -= chunk.buffer.nbytes
         del self.cached[chunk]
         chunk.buffer = None
 

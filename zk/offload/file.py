@@ -22,7 +22,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,10 +50,6 @@ class System:
 
 
 SYSTEM = System()
-
-
-class Awaited(Protocol):
-    def wait(self) -> None: ...
 
 
 class Request:
@@ -127,18 +123,15 @@ class File:
         nbytes: for which space is reserved now; ``extend`` reserves more.
         timeout_s: how many seconds ``wait`` waits for the drive.
 
-    It moves whole pages, between memory and offsets that are multiples of one. Requests that overlap
-    are not ordered: wait for one before the next.
+    It moves whole pages, between memory and offsets that are multiples of one. Requests that
+    overlap are not ordered: wait for one before the next. ``close()`` waits for those in flight.
 
     Raises:
         OSError: if a folder cannot be used, or has no room: with needed and free bytes.
     """
 
     def __init__(
-        self,
-        folders: Sequence[str | os.PathLike[str]],
-        nbytes: int = 0,
-        timeout_s: float = 300.0,
+        self, folders: Sequence[str | os.PathLike[str]], nbytes: int = 0, timeout_s: float = 300.0
     ) -> None:
         self.nbytes, self.timeout_s, self.pid = 0, timeout_s, os.getpid()
         self.checksums = Checksums()
@@ -147,7 +140,7 @@ class File:
         self.descriptors: list[int] = []
         self.jobs: Jobs = queue.SimpleQueue()
         threads: list[threading.Thread] = []
-        self.end = weakref.finalize(self, end, self.jobs, threads, self.descriptors)
+        self.close = weakref.finalize(self, end, self.jobs, threads, self.descriptors)
         try:
             for folder in folders:
                 name = f"zk-{self.pid}-{secrets.token_hex(8)}"
@@ -155,14 +148,11 @@ class File:
                 self.descriptors.append(open_unlinked(os.fspath(folder), name))
             self.extend(nbytes)
         except BaseException:
-            self.end()
+            self.close()
             raise
-        for index in range(THREADS):
-            thread = threading.Thread(
-                target=work, args=(self.jobs,), name=f"zk-file-{index}", daemon=True
-            )
-            threads.append(thread)
-            thread.start()
+        for _ in range(THREADS):
+            threads.append(threading.Thread(target=work, args=(self.jobs,), daemon=True))
+            threads[-1].start()
 
     def extend(self, nbytes: int) -> int:
         """Reserve space for ``nbytes`` more, zeros; returns the offset of the first."""
@@ -185,20 +175,20 @@ class File:
         self.read_nbytes += tensor.nbytes
         return request
 
-    def write_async(self, tensor: Tensor, offset: int = 0, after: Awaited | None = None) -> Request:
+    def write_async(self, tensor: Tensor, offset: int = 0, after: Any = None) -> Request:
         """Start to write a tensor in host memory, once ``after`` has ended."""
         request = self.start("write", tensor, offset, after)
         self.written_nbytes += tensor.nbytes
         return request
 
-    def start(self, verb: str, tensor: Tensor, offset: int, after: Awaited | None) -> Request:
+    def start(self, verb: str, tensor: Tensor, offset: int, after: Any) -> Request:
         what = f"{verb} of {tensor.nbytes} bytes at offset {offset} of {', '.join(self.paths)}"
-        if self.pid != os.getpid() or not self.end.alive:
+        if self.pid != os.getpid() or not self.close.alive:
             raise RuntimeError(f"{what}, which is closed, or open in the process that forked this")
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ValueError(f"{what} needs a contiguous tensor in host memory")
         if (tensor.data_ptr() | tensor.nbytes | offset) % ALIGN:
-            raise ValueError(f"{what} needs whole pages of {ALIGN} bytes; memory at such an address")
+            raise ValueError(f"{what} needs whole pages of {ALIGN} bytes, in memory that is aligned")
         first, stop = offset, offset + tensor.nbytes
         if offset < 0 or stop > self.nbytes:
             raise ValueError(f"{what} is outside of its {self.nbytes}")
@@ -212,7 +202,7 @@ class File:
             offset = end
         return request
 
-    def move(self, verb: str, data: memoryview, offset: int, after: Awaited | None) -> None:
+    def move(self, verb: str, data: memoryview, offset: int, after: Any) -> None:
         """Move a part of one block, all of it, on an I/O thread."""
         is_write, sums = verb == "write", self.checksums
         block, within = divmod(offset, BLOCK_NBYTES)
@@ -241,10 +231,6 @@ class File:
         else:
             sums.check(self.paths[number], offset, data)
 
-    def close(self) -> None:
-        """Wait for what is in flight, and give the space back."""
-        self.end()
-
 
 def work(jobs: Jobs) -> None:
     """Move blocks, on a thread of its own, until told to end."""
@@ -260,8 +246,8 @@ def work(jobs: Jobs) -> None:
 def end(jobs: Jobs, threads: list[threading.Thread], descriptors: list[int]) -> None:
     """End the threads once all that was asked of them is done, and close.
 
-    A thread that is still in a call when Python goes away would end the process with SIGABRT, so this
-    runs at exit too. One that hangs for longer than 10 seconds is left.
+    A thread that is still in a call when Python goes away would end the process with SIGABRT, so
+    this runs at exit too. One that hangs for longer than 10 seconds is left.
     """
     others = [thread for thread in threads if thread is not threading.current_thread()]
     for _ in threads:

@@ -47,19 +47,17 @@ class Event:
 class Arrival:
     """A value that is there once work in flight has ended."""
 
-    def __init__(
-        self, value: Any, link: CudaLink | None = None, event: Event | None = None
-    ) -> None:
-        self.value, self.link, self.event = value, link, event
+    def __init__(self, value: Any, event: Event | None = None) -> None:
+        self.value, self.event = value, event
 
     def wait(self) -> Any:
         """The value, for what this thread asks its device to compute next."""
-        if self.link is not None and self.event is not None:
-            self.link.follow(self.event)
+        if self.event is not None:
+            stream = self.event.link.follow(self.event)
             parts = self.value if isinstance(self.value, tuple) else (self.value,)
             for part in parts:  # made on the stream of uploads, it is freed in compute's order
-                if isinstance(part, Tensor) and part.is_cuda:
-                    part.record_stream(torch.cuda.current_stream(part.device))
+                if isinstance(part, Tensor):
+                    part.record_stream(stream)
         return self.value
 
 
@@ -114,15 +112,16 @@ class CudaLink:
             value = then(values)
             event = self.record(self.up.ptr)
         event.near = values
-        return Arrival(value, self, event)
+        return Arrival(value, event)
 
-    def follow(self, event: Event) -> None:
+    def follow(self, event: Event) -> torch.cuda.Stream:
         """Make compute, the current stream of this thread, wait for ``event``."""
         stream = torch.cuda.current_stream(self.device)
         self.order(stream.cuda_stream, event)
         near, event.near = event.near, None
         if near is not None:
             near.record_stream(stream)  # it may be another stream's
+        return stream
 
     # ---- streams and events ----------------------------------------------------------------------
 
