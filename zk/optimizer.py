@@ -216,9 +216,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        self._settle()
-        self._reduce_rest()
-        self.norm = self._norm_of_gradients()
+        self.norm = self._reduce()
         overflow = not math.isfinite(self.norm)
         if overflow:  # nothing but the loss scale changes
             self.skipped_steps += 1
@@ -248,8 +246,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             store.absorb()
             store.publish()
 
-    def _reduce_rest(self) -> None:
-        """Reduce what is still on this rank; all ranks learn which parameters have a gradient."""
+    def _reduce(self) -> float:
+        """Reduce what is still on this rank; all ranks learn which parameters have a gradient.
+
+        Returns their 2-norm: not finite if one of them is not.
+        """
+        self._settle()
         self._runtime.forget_calls()
         self._layout.reducer.settle()
         require(
@@ -257,9 +259,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "step() found no gradient: call backward() before it, and zero_grad() after it",
             RuntimeError,
         )
-
-    def _norm_of_gradients(self) -> float:
-        """The 2-norm of all gradients; not finite if one of them is not."""
         squares = floats_of([store.grad.sum_of_squares() for store in self._trained])
         sums = self._layout.sharers.total("norm", [sum(squares)])
         return math.sqrt(sum(self._seams.chain("totals", sums)))
@@ -290,7 +289,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _update_units(self, stores: list[UnitStore], step: Step) -> None:
         """fetch ahead -> update -> evict, chunk by chunk."""
         jobs = [(store, number) for store in stores for number in range(len(store.bounds))]
-        with self._tearing():
+        try:
             for position, (store, number) in enumerate(jobs):
                 for other, following in jobs[position : position + AHEAD + 1]:
                     other.fetch(following)
@@ -299,13 +298,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     store.updated()
                     for updated in self._seams.updated:
                         updated(store)
-
-    @contextlib.contextmanager
-    def _tearing(self) -> Iterator[None]:
-        """An error inside leaves states of two steps: they are not used before others are loaded."""
-        try:
-            yield
-        except BaseException as error:
+        except BaseException as error:  # states are not used before others are loaded
             self._torn = self._runtime.broken = (
                 f"a step failed half-way ({type(error).__name__}: {error}), so states are of two "
                 "steps: load a checkpoint, or load_state_dict(), before training on"
@@ -353,9 +346,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients that have left to ``max_norm``; returns their norm, as torch does."""
-        self._settle()
-        self._reduce_rest()
-        norm = self._norm_of_gradients()
+        norm = self._reduce()
         for store in self._trained:
             factor = clip_factor(norm, max_norm)
             store.grad.factors = [factor * before for before in store.grad.factors]

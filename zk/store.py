@@ -10,11 +10,10 @@ Its gradient is in parallel/gradient.py.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,14 +33,11 @@ CHUNK_NUMEL = 1 << 23  # elements that are fetched, updated and evicted at once
 Shown = tuple[Tensor | None, list[Tensor], list[int]]  # full parameters, views of each, addresses
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What one step applies to all units."""
 
-    scale: float
-    """The factor of gradients: clipping."""
-    options: dict[int, dict[str, Any]]
-    """The param_groups as they were, by their id."""
+    scale: float  # the factor of gradients: clipping
+    options: dict[int, dict[str, Any]]  # the param_groups as they were, by their id
 
 
 class UnitStore:
@@ -96,10 +92,8 @@ class UnitStore:
         self.states, grads = self.stateless, list[Chunk]()
         if tier:
             sizes = [bound.stop - bound.start for bound in self.bounds]
-            grads, self.states = (
-                tier.chunks(dtypes, sizes)
-                for dtypes in ({"grad": torch.float32}, self.codec.fields)
-            )
+            grads = tier.chunks({"grad": torch.float32}, sizes)
+            self.states = tier.chunks(self.codec.fields, sizes)
             for chunk in grads:
                 chunk.drop()  # what is put there has memory of its own
             for chunk, bound in zip(self.states, self.bounds, strict=True):
