@@ -158,8 +158,8 @@ def check_adam(
     is_known = (param.dtype, dtypes.get("master"), exp_avg.dtype) in _LAYOUTS
     _need(
         is_known and exp_avg_sq.dtype == exp_avg.dtype,
-        "an fp32 parameter has no master; a 16-bit one has it in fp32; a bf16 one may have it split "
-        "in int16, or, beside uint8 moments, in uint8; moments have one dtype: fp32, bf16 or uint8; "
+        "an fp32 parameter has no master; others have it in fp32; a bf16 one may have it split "
+        "in int16, or beside uint8 moments in uint8; moments have one dtype: fp32, bf16 or uint8; "
         "got param {} with {}",
         *(param.dtype, dtypes),
     )
