@@ -1,1 +1,1 @@
-"""Changes to a model before training: deferred construction, weights of files, tiles, activations."""
+"""Changes to a model before training: deferred construction, pretrained weights, tiles."""

@@ -32,8 +32,7 @@ class Block:
 
     def __init__(self, tensor: Tensor, number: int) -> None:
         storage = tensor.untyped_storage()
-        self.number, self.version, self.nbytes = number, tensor._version, storage.nbytes()
-        # its bytes there
+        self.number, self.nbytes = number, storage.nbytes()
         self.device: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         self.device.set_(storage, 0, (self.nbytes,), (1,))
         self.name = StorageWeakRef(storage)  # no other storage has its address meanwhile
@@ -72,7 +71,7 @@ class offload_activations:
         self.link: Any = link_to(self.at)
         self.num_offloaded = self.num_uploaded = 0
         self.lock = threading.RLock()  # autograd unpacks in threads of its own
-        self.by_storage = weakref.WeakValueDictionary[int, Block]()  # the newest of each storage
+        self.blocks = weakref.WeakValueDictionary[Any, Block]()  # by storage, version and size
         self.saved: list[weakref.ref[Block]] = []  # in the order of forward
         self.num_left = 0  # of these; the others have not left the device
         self.contexts: list[Any] = []
@@ -97,27 +96,29 @@ class offload_activations:
 
     def moves(self, tensor: Tensor) -> bool:
         """Tell if it is a tensor, large enough, that computes where this does, and no parameter."""
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-            return False
         base = tensor if tensor._base is None else tensor._base
-        stays = isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
-        stays = stays or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
-        kept_there = (self.stays, *(runtime.by_storage for runtime in RUNTIMES))
-        stays = stays or any(storage_of(tensor) in those for those in kept_there)
-        nbytes = tensor.untyped_storage().nbytes()
-        return not stays and tensor.device == self.at and nbytes >= max(self.min_nbytes, 1)
+        gathered = (runtime.by_storage for runtime in RUNTIMES)
+        return not (
+            (type(tensor) is not Tensor or tensor.layout is not torch.strided)
+            or (isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad))
+            or (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+            or tensor.device != self.at
+            or tensor.untyped_storage().nbytes() < max(self.min_nbytes, 1)
+            or any(storage_of(tensor) in those for those in (self.stays, *gathered))
+        )
 
     def pack(self, tensor: Tensor) -> Passed | None:
         """Take a tensor; None for one that stays."""
         with self.lock:
             if not self.moves(tensor):
                 return None
-            block = self.by_storage.get(storage_of(tensor))
             nbytes = tensor.untyped_storage().nbytes()
-            if block is None or (block.version, block.nbytes) != (tensor._version, nbytes):
+            key = storage_of(tensor), tensor._version, nbytes
+            block = self.blocks.get(key)
+            if block is None:
                 if tensor.nbytes * SPARSE < nbytes:
                     return None
-                block = self.by_storage[storage_of(tensor)] = Block(tensor, len(self.saved))
+                block = self.blocks[key] = Block(tensor, len(self.saved))
                 self.saved.append(weakref.ref(block))
                 self.push_out()
             witness = tensor.detach()  # shares the version counter

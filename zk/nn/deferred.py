@@ -1,6 +1,6 @@
 """Models larger than memory: a constructor is recorded, and run again for each unit.
 
-Inside ``deferred_init`` large tensors have no memory, and what is done to them is written down.
+Inside ``deferred_init`` new tensors have no memory, and what is done to them is written down.
 Random numbers are drawn and dropped, and the generator's state before each draw is kept: a
 ZeroOptimizer makes the same bits as plain construction under the same seed, one unit at a time.
 Source: ZeRO-Infinity, arXiv 2104.07857, section 7.2.
@@ -23,13 +23,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from zk.options import parse_device
 from zk.promised import promise, promise_of
 
-SMALL = 1 << 16  # bytes: smaller tensors that a constructor begins with are made at once
 CPU, META = torch.device("cpu"), torch.device("meta")
 # in-place calls after which nothing is left of what was there before
-FILLS = {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_"}
-FILLS |= {"log_normal_", "cauchy_", "geometric_"}
+FILLS = "normal_ uniform_ zero_ fill_ copy_ random_ bernoulli_ exponential_ log_normal_ cauchy_"
 # what is written in training, which the schema does not say
-STATISTICS = {"native_batch_norm": ["running_mean", "running_var"]}
+STATISTICS = {"native_batch_norm": ("running_mean", "running_var")}
+SEEDED = torch.Tag.nondeterministic_seeded
 _numbers = itertools.count()
 
 
@@ -44,8 +43,7 @@ class View:
 
     @classmethod
     def of(cls, tensor: Tensor) -> View:
-        memory = promise_of(tensor)
-        assert isinstance(memory, Memory)
+        memory: Any = promise_of(tensor)
         layout = int(tensor.storage_offset()), tensor.size(), tensor.stride()
         return cls(memory, tensor.dtype, layout)
 
@@ -129,7 +127,7 @@ ANSWERS = {_T.is_meta.__get__: False, _T.device.__get__: CPU}
 
 
 class Recorder(TorchDispatchMode):
-    """Makes large tensors without memory, and writes down what happens to them."""
+    """Makes tensors without memory, and writes down what happens to them."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -149,18 +147,18 @@ class Recorder(TorchDispatchMode):
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors, name = tensors_in((args, kwargs)), func._schema.name.split("::")[1]
         arguments = {argument.name: argument.alias_info for argument in func._schema.arguments}
-        are_made = "device" in arguments and (not tensors or name.startswith("new_"))
         metas = [tensor for tensor in tensors if tensor.is_meta]
-        if not metas and not are_made:
-            return func(*args, **kwargs)
+        if not metas and (tensors or "device" not in arguments):
+            return func(*args, **kwargs)  # on values that are there
         if strangers := [t for t in metas if not isinstance(promise_of(t), Memory)]:
             raise RuntimeError(
                 f"deferred_init: {func} takes a tensor of shape {tuple(strangers[0].shape)} "
-                "without memory that was not made in it; build all of the model within deferred_init"
+                "without memory that was not made in it; build all of the model in the context"
             )
         given = dict(zip(arguments, args, strict=False)) | kwargs
-        writes = [key for key, alias in arguments.items() if alias is not None and alias.is_write]
-        written = tensors_in([given.get(key) for key in writes + STATISTICS.get(name, [])])
+        also, named = STATISTICS.get(name, ()), arguments.items()
+        writes = [key for key, alias in named if key in also or (alias and alias.is_write)]
+        written = tensors_in([given.get(key) for key in writes])
         options = kwargs | dict.fromkeys(arguments.keys() & {"device"}, META)
         try:
             if any(not tensor.is_meta for tensor in written):  # take values that are not there yet
@@ -170,32 +168,23 @@ class Recorder(TorchDispatchMode):
             if written:
                 raise
             return again(func, (args, kwargs), value_of)
-        if not metas and sum(tensor.nbytes for tensor in tensors_in(result)) <= SMALL:
-            result = func(*args, **kwargs)
-            for tensor in tensors_in(result):  # which goes to the device with the others
-                promise(tensor, Memory(0, self.device))
-            return result
+        if not metas and not any(tensor.nbytes for tensor in tensors_in(result)):
+            return func(*args, **kwargs)  # torch sets storages to it
         new = [tensor for tensor in tensors_in(result) if promise_of(tensor) is None]
         for tensor in new:
             promise(tensor, Memory(tensor.untyped_storage().nbytes(), self.device))
         if new or written:  # else it is a view
             self.seen += new + written
-            self.record(func, (args, kwargs), result, written, name in FILLS)
+            self.record(func, (args, kwargs), result, written, name in FILLS.split())
         return result
 
-    def record(
-        self, func: Any, given: Any, result: Any, written: list[Tensor], fills: bool
-    ) -> None:
+    def record(self, func: Any, given: Any, result: Any, written: Any, fills: bool) -> None:
         """Write a call down: it makes or changes tensors without memory."""
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        random = draw(func, given, fills) if draws else None
-        targets = {id(tensor): tensor for tensor in written}
-        reads = {id(tensor): tensor for tensor in tensors_in(given) if tensor.is_meta}
-        for key in targets.keys() & reads.keys() if fills else ():
-            tensor = reads[key]
-            if tensor.is_contiguous() and tensor.nbytes == View.of(tensor).memory.nbytes:
-                del reads[key]  # nothing is left of what it was
-        memories = dict.fromkeys(View.of(tensor).memory for tensor in reads.values())
+        random = draw(func, given, fills) if SEEDED in func.tags else None
+        reads = [tensor for tensor in tensors_in(given) if tensor.is_meta]
+        whole = fills and reads[0].is_contiguous()  # then nothing is left of what it was
+        whole = whole and reads[0].nbytes == View.of(reads[0]).memory.nbytes
+        memories = dict.fromkeys(View.of(tensor).memory for tensor in reads[whole:])
         before = [op for memory in memories for op in memory.writers]
         outputs = [View.of(tensor) for tensor in tensors_in(result)]
         op = Op(func, tree_map_only(Tensor, kept_of, given), outputs, before, random)
@@ -279,5 +268,4 @@ def deferred_init(device: torch.device | str | None = None) -> Iterator[None]:
 
 def default_device() -> torch.device:
     """The current GPU; the CPU where there is none."""
-    found = torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if found else CPU
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zk.checkpoint.manifest import Cut, cuts_of
+from zk.checkpoint.contents import Cut
+from zk.checkpoint.manifest import cuts_of
 from zk.logs import log
 from zk.nn.deferred import default_device
 from zk.parallel.comm import Comm
@@ -27,9 +28,9 @@ from zk.parallel.gather import place_of
 from zk.promised import device_for, promise
 
 FILES = "model.safetensors.index.json", "model.safetensors"
-PICKLES = ".bin", ".pt", ".pth"
+TIED = "one tensor there, different here (config.tie_word_embeddings=False makes it several)"
 # buffers of transformers that are saved no more
-MOVED = {"unexpected": {r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"}}
+MOVED = r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"
 
 
 def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) -> None:
@@ -51,23 +52,21 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) 
             another shape, or tied in the model and different in the files; and for pickles.
         FileNotFoundError: if a file is not there.
     """
-    places = {param: place_of(param) for param in model.parameters()}
-    stores = dict.fromkeys(place[0] for place in places.values() if place is not None)
+    stores = dict.fromkeys(place[0] for place in map(place_of, model.parameters()) if place)
     comm = next((store.layout.comm for store in stores), Comm(alone=True))
     with comm.together(f"load_pretrained of {path}"), torch.no_grad():
         for tensor, source in sources_of(model, Path(path), strict).items():
-            take(tensor, source, places.get(tensor))  # type: ignore[call-overload]
+            take(tensor, source)
     for store in stores:
         store.publish()
 
 
-def take(tensor: Tensor, source: Source, place: Any) -> None:
+def take(tensor: Any, source: Source) -> None:
     """Overwrite a tensor; one that an optimizer holds by its master."""
-    if place is not None:
+    if place := place_of(tensor):
         store, index = place
         unit = store.unit
-        trained, frozen = ("master", torch.float32), ("param", unit.dtype)
-        kind, dtype = trained if unit.is_trained else frozen
+        kind, dtype = ("master", torch.float32) if unit.is_trained else ("param", unit.dtype)
         store.absorb()  # what users wrote to others of its unit
         store.write(kind, index, source.make().to(unit.device, dtype))
     elif tensor.is_meta:
@@ -112,7 +111,7 @@ class Source:
     """Of the promised one."""
     place: Any = ...
     """Of the promised values in it."""
-    device: torch.device = torch.device("cpu")  # noqa: RUF009 - it cannot change
+    device: Any = None
     version: int = 0
     """Of the tensor that waits for the values."""
 
@@ -127,7 +126,7 @@ class Source:
         made = found[0] if isinstance(found, tuple) else found  # with errors in transformers 5.0
         return {name: v[0] if isinstance(v, list) else v for name, v in made.items()}
 
-    def make(self, _tensor: Tensor | None = None) -> Tensor:
+    def make(self, *_: Tensor) -> Tensor:
         return self.convert(Entry.read)[self.name][self.place]
 
     def saw(self, tensor: Tensor) -> bool:
@@ -140,7 +139,7 @@ def entries_in(path: Path) -> dict[str, Entry]:
 
     files = [*(path / name for name in FILES), *sorted(path.glob("*.bin")), path]
     file = next(file for file in files if file.is_file() or file == path).absolute()
-    if file.suffix in PICKLES:
+    if file.suffix in (".bin", ".pt", ".pth"):
         raise ValueError(
             f"load_pretrained reads safetensors files, and {file} is a pickle; convert it once, "
             "with transformers: AutoModel.from_pretrained(path).save_pretrained(new_folder) with "
@@ -149,8 +148,8 @@ def entries_in(path: Path) -> dict[str, Entry]:
     if not file.is_file():
         raise FileNotFoundError(
             f"{path} is no safetensors file, and no folder with {' or '.join(FILES)}; for a model "
-            "on the hub: path = huggingface_hub.snapshot_download(name); a checkpoint of zk is read "
-            "by optimizer.load_checkpoint"
+            "on the hub: path = huggingface_hub.snapshot_download(name); optimizer.load_checkpoint "
+            "reads a checkpoint of zk"
         )
     files, entries = [file], {}
     try:
@@ -184,14 +183,10 @@ def sources_of(model: nn.Module, path: Path, strict: bool) -> dict[Tensor, Sourc
     found = {tensor: [c for c in cuts if c.whole in offers] for tensor, cuts in wanted.items()}
     absent = {cuts[0].whole: tensor for tensor, cuts in wanted.items() if not found[tensor]}
     missing = asked(model, "missing", absent) * strict
-    extra = asked(model, "unexpected", unexpected) * strict
-    check_fit(path, {"other shapes": wrong, "missing": missing, "unexpected": extra})
+    extra = asked(model, "unexpected", unexpected, *MOVED) * strict
     several = [[offers[cut.whole] for cut in cuts] for cuts in found.values()]
-    if tied := [" and ".join(s.name for s in those) for those in several if differ(those)]:
-        raise ValueError(
-            f"the model has one tensor where {path} has several that differ: {some(tied)}. Build "
-            "the model with these untied (config.tie_word_embeddings=False)"
-        )
+    tied = [" and ".join(source.name for source in those) for those in several if differ(those)]
+    check_fit(path, {"shapes": wrong, TIED: tied, "missing": missing, "unexpected": extra})
     if left := ", ".join(name for name, tensor in absent.items() if tensor.requires_grad):
         log.warning("trained parameters keep the values they have; %s lacks them: %s", path, left)
     device = device_for(model) or default_device()
@@ -265,10 +260,9 @@ def offered(
     return offers, wrong
 
 
-def asked(model: nn.Module, what: str, names: Iterable[str]) -> list[str]:
+def asked(model: nn.Module, what: str, names: Iterable[str], *more: str) -> list[str]:
     """The names, missing or unexpected, without those that transformers passes over."""
-    own = getattr(model, f"_keys_to_ignore_on_load_{what}", None) or ()
-    ignored = [*own, *MOVED.get(what, ())]
+    ignored = [*more, *(getattr(model, f"_keys_to_ignore_on_load_{what}", None) or ())]
     return [name for name in names if not any(re.search(pattern, name) for pattern in ignored)]
 
 
@@ -279,15 +273,10 @@ def differ(sources: list[Source]) -> bool:
 
 
 def check_fit(path: Path, problems: Mapping[str, list[str]]) -> None:
-    """ValueError with the entries that do not fit, and the remedy."""
-    said = "; ".join(f"{what}: {some(those)}" for what, those in problems.items() if those)
-    hint = "; build the model from the config.json of these files, and see that none is missing"
-    if not problems["other shapes"]:
-        hint = " (strict=False ignores these, and warns of trained parameters that are missing)"
-    if said:
-        raise ValueError(f"{path} does not fit the model; {said}{hint}")
-
-
-def some(names: list[str]) -> str:
-    """A few of ``names``."""
-    return ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+    """ValueError with some of the entries that do not fit, and the remedy."""
+    few = {what: names[:5] + ["..."] * (len(names) > 5) for what, names in problems.items()}
+    if said := "; ".join(f"{what}: {', '.join(names)}" for what, names in few.items() if names):
+        raise ValueError(
+            f"{path} does not fit the model; {said}; build it from the config.json of these files, "
+            "and see that none is missing (strict=False ignores what is missing or unexpected)"
+        )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from zk import kernels
-from zk.checkpoint.manifest import Cut
+from zk.checkpoint.contents import Cut
 from zk.options import NAMES, is_count
 from zk.parallel.gather import place_of
 
@@ -45,8 +45,8 @@ class LinearTile(nn.Module):
         super().__init__()
         self.weight, self.rows = weight, rows
 
-    def forward(self, link: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        return cast(Tensor, Step.apply(link, self.weight, bias, call, self.rows))  # type: ignore[no-untyped-call]
+    def forward(self, link: Tensor, bias: Tensor | None, call: Call) -> Any:
+        return Step.apply(link, self.weight, bias, call, self.rows)  # type: ignore[no-untyped-call]
 
 
 class TiledLinear(nn.Linear):
@@ -56,8 +56,8 @@ class TiledLinear(nn.Linear):
         in_features, out_features, bias, device, dtype: as of nn.Linear; fp32, bf16 or fp16.
         out_splits: tiles along the output.
 
-    ``state_dict()`` has nn.Linear's names and shapes, and ``load_state_dict()`` takes them. In place
-    of a ``weight`` there are tiles: ``layer.tiles[0].weight`` has ``layer.tiles[0].rows`` of it.
+    ``state_dict()`` has nn.Linear's names and shapes, and ``load_state_dict()`` takes them. There
+    is no ``weight``, but tiles: ``layer.tiles[0].weight`` has its rows ``layer.tiles[0].rows``.
     Initial values have nn.Linear's distribution, not its sequence of draws.
     """
 
@@ -66,26 +66,23 @@ class TiledLinear(nn.Linear):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None, *,
         out_splits: int = 1,
     ) -> None:  # fmt: skip
-        def made(rows: slice) -> nn.Parameter:
-            size = rows.stop - rows.start, in_features
-            return nn.Parameter(torch.empty(size, device=device, dtype=dtype))
-
-        self.build(in_features, out_features, out_splits, made)
-        values = torch.empty(out_features, device=device, dtype=dtype)
-        self.register_parameter("bias", nn.Parameter(values) if bias else None)
+        like = torch.empty(0, device=device, dtype=dtype)
+        shape = out_features, in_features
+        self.build(shape, out_splits, lambda r: like.new_empty(r.stop - r.start, in_features))
+        made = nn.Parameter(like.new_empty(out_features)) if bias else None
+        self.register_parameter("bias", made)
         self.reset_parameters()
 
     def build(
-        self, size: int, out_size: int, splits: int, made: Callable[[slice], nn.Parameter]
+        self, shape: tuple[int, int], splits: int, values_of: Callable[[slice], Tensor]
     ) -> None:
-        """Set all but the bias; ``made`` makes the weight of the tile with these rows."""
+        """Set all but the bias."""
         nn.Module.__init__(self)
-        if not is_count(splits) or splits > max(1, out_size):
-            raise ValueError(
-                f"out_splits must be between 1 and out_features, {out_size}; got {splits!r}"
-            )
-        self.in_features, self.out_features = size, out_size
-        self.tiles = nn.ModuleList(LinearTile(made(rows), rows) for rows in cuts(out_size, splits))
+        self.out_features, self.in_features = shape
+        if not is_count(splits) or splits > max(1, shape[0]):
+            raise ValueError(f"out_splits must be between 1 and {shape[0]} rows; got {splits!r}")
+        tiles = (LinearTile(nn.Parameter(values_of(rows)), rows) for rows in cuts(shape[0], splits))
+        self.tiles: Any = nn.ModuleList(tiles)
         self.register_state_dict_post_hook(put_together)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(take_apart)  # type: ignore[no-untyped-call]
 
@@ -97,13 +94,11 @@ class TiledLinear(nn.Linear):
                 f"from_linear takes a torch.nn.Linear as it was made; got {type(linear).__name__}, "
                 "which may compute something else (remove weight_norm, parametrize or prune first)"
             )
-        whole, tiled = linear.weight, cls.__new__(cls)
-
-        def copied(rows: slice) -> nn.Parameter:
-            part = whole.detach()[rows].clone(memory_format=torch.contiguous_format)
-            return nn.Parameter(part, whole.requires_grad)
-
-        tiled.build(linear.in_features, linear.out_features, out_splits, copied)
+        whole, tiled = linear.weight.detach(), cls.__new__(cls)
+        shape = linear.out_features, linear.in_features
+        rows_first = torch.contiguous_format
+        tiled.build(shape, out_splits, lambda rows: whole[rows].clone(memory_format=rows_first))
+        tiled.tiles.requires_grad_(linear.weight.requires_grad)
         tiled.register_parameter("bias", linear.bias)
         return tiled.train(linear.training)
 
@@ -116,8 +111,12 @@ class TiledLinear(nn.Linear):
     def pieces(self) -> dict[str, Cut]:
         """Name of a tile's parameter in this layer -> what it is a piece of."""
         shape, columns = (self.out_features, self.in_features), slice(0, self.in_features)
-        places = enumerate((tile.rows, columns) for tile in cast(Any, self.tiles))
-        return {f"tiles.{i}.weight": Cut("weight", shape, place) for i, place in places}
+        rows = enumerate(tile.rows for tile in self.tiles)
+        return {f"tiles.{i}.weight": Cut("weight", shape, (cut, columns)) for i, cut in rows}
+
+    def parts(self, values: Tensor) -> Any:
+        """``values``, a row for each output, as views for each tile."""
+        return values.tensor_split([tile.rows.start for tile in self.tiles][1:])
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
@@ -139,12 +138,26 @@ class TiledLinear(nn.Linear):
                 f"{dtype}; got {tuple(x.shape)} in {x.dtype}"
             )
         link = x.reshape(math.prod(x.shape[:-1]), self.in_features)
-        call, tiles, parts = Call(link, self), cast(Any, self.tiles), cast(Any, itertools.repeat(None))
+        call, parts = Call(link, self), itertools.repeat(None)
         if self.bias is not None:  # views keep its memory where tiles push its unit out
-            parts = self.bias.to(x.dtype).tensor_split([tile.rows.start for tile in tiles][1:])
-        for tile, bias in zip(tiles, parts, strict=False):
+            parts = self.parts(self.bias.to(x.dtype))
+        for tile, bias in zip(self.tiles, parts, strict=False):
             link = tile(link, bias, call)
         return link.view(*x.shape[:-1], self.out_features)
+
+
+def put_together(layer: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Hook of state_dict(): the whole weight in place of its tiles."""
+    state[f"{prefix}weight"] = torch.cat([state.pop(prefix + name) for name in layer.pieces()])
+
+
+def take_apart(layer: Any, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+    """Hook of load_state_dict(): tiles in place of the whole weight."""
+    values = state.pop(f"{prefix}weight", None)
+    parts = layer.parts(values) if values is not None else ()
+    for name, part in zip(layer.pieces(), parts, strict=False):
+        # a parameter that is assigned would keep the memory of all of it
+        state[prefix + name] = part.clone() if metadata.get("assign_to_params_buffers") else part
 
 
 # ---- the chain -----------------------------------------------------------------------------------
@@ -154,13 +167,13 @@ class Call:
     """One call of the layer: what its tiles share."""
 
     def __init__(self, x: Tensor, layer: TiledLinear) -> None:
-        self.last = cast(Any, layer.tiles[-1]).rows
+        self.last = layer.tiles[-1].rows
         # several tiles add to each element of the gradient of x
         dtype = torch.float32 if len(layer.tiles) > 1 else x.dtype
         self.link = torch.zeros((), dtype=dtype, device=x.device).expand_as(x)  # without memory
         self.x, self.x_wanted = x.detach(), x.requires_grad  # (m, in_features)
-        self.y: Any = x.new_empty(x.shape[0], layer.out_features)  # in forward only
-        self.dy: Any = None  # (m, out_features), in backward only
+        # (m, out_features): y in forward, dy in backward
+        self.y: Any = x.new_empty(x.shape[0], layer.out_features)
 
 
 class Step(torch.autograd.Function):
@@ -170,7 +183,7 @@ class Step(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, _: Tensor, weight: Tensor, bias: Any, call: Call, rows: slice) -> Tensor:
+    def forward(ctx: Any, _: Tensor, weight: Tensor, bias: Any, call: Call, rows: slice) -> Any:
         ctx.call, ctx.rows = call, rows
         ctx.save_for_backward(call.x, weight)
         with torch.autocast(call.x.device.type, enabled=False):
@@ -179,7 +192,7 @@ class Step(torch.autograd.Function):
         if rows != call.last:
             return call.link.detach()
         y, call.y = call.y, None
-        return cast(Tensor, y)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -187,8 +200,8 @@ class Step(torch.autograd.Function):
         call, (x, weight) = ctx.call, ctx.saved_tensors
         is_last = ctx.rows == call.last
         if is_last:
-            call.dy, grad = grad, torch.empty_like(x, dtype=call.link.dtype)
-        dweight, dbias, dy = None, None, call.dy[:, ctx.rows]
+            call.y, grad = grad, torch.empty_like(x, dtype=call.link.dtype)
+        dweight, dbias, dy = None, None, call.y[:, ctx.rows]
         with torch.autocast(x.device.type, enabled=False):
             if ctx.needs_input_grad[2]:
                 dbias = dy.sum(0, dtype=torch.float32).to(dy.dtype)
@@ -200,42 +213,18 @@ class Step(torch.autograd.Function):
         return grad, dweight, dbias, None, None
 
 
-# ---- state ---------------------------------------------------------------------------------------
-
-
-def put_together(layer: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Hook of state_dict(): the whole weight in place of its tiles."""
-    state[f"{prefix}weight"] = torch.cat([state.pop(prefix + name) for name in layer.pieces()])
-
-
-def take_apart(
-    layer: Any, state: dict[str, Any], prefix: str, metadata: Any, _: bool, missing: Any, *more: Any
-) -> None:
-    """Hook of load_state_dict(): tiles in place of the whole weight."""
-    values = state.pop(f"{prefix}weight", None)
-    found, shape = getattr(values, "shape", None), (layer.out_features, layer.in_features)
-    missing.extend([f"{prefix}weight"] * (found is None))
-    is_other = found not in (None, shape)
-    more[-1].extend([f"size mismatch for {prefix}weight: {found}, not {shape}"] * is_other)
-    for name, piece in layer.pieces().items():
-        # what is not given stays, and is not reported under a name that the user never saw
-        part = values[piece.place] if found == shape else layer.get_parameter(name).detach()
-        # a parameter that is assigned would keep the memory of all of it
-        state[prefix + name] = part.clone() if metadata.get("assign_to_params_buffers") else part
-
-
 # ---- tiles for a model ---------------------------------------------------------------------------
 
 
 def tile_linears(model: nn.Module, max_tile_nbytes: int) -> list[str]:
     """Replace every nn.Linear with a weight larger than ``max_tile_nbytes`` by a TiledLinear.
 
-    Call it before the optimizer is made, as parameters are new ones; for a model from deferred_init,
+    Call it before the optimizer is made, as parameters are new ones; for a model of deferred_init,
     inside that context. Layers that only derive from nn.Linear are left alone.
 
     Args:
         model: changed in place.
-        max_tile_nbytes: bytes that a tile's weight may have, in its precision now; one row at least.
+        max_tile_nbytes: bytes that a tile's weight may have in its precision; one row at least.
 
     Returns:
         The names of the layers that were replaced.
@@ -257,9 +246,9 @@ def tile_linears(model: nn.Module, max_tile_nbytes: int) -> list[str]:
     for path, linear in chosen.items():
         check_tiled(path, linear.weight, modules)
     for linear in chosen.values():
-        count, most = linear.out_features, max_tile_nbytes // linear.weight[0].nbytes
-        sizes = ((n, [rows.stop - rows.start for rows in cuts(count, n)]) for n in range(1, count))
-        splits = next((n for n, rows in sizes if max(rows) <= most), count)
+        count, most = linear.out_features, max(max_tile_nbytes // linear.weight[0].nbytes, 1)
+        tried = ((n, cuts(count, n)) for n in range(1, count + 1))
+        splits = next(n for n, rows in tried if all(r.stop - r.start <= most for r in rows))
         new = tiled[linear] = TiledLinear.from_linear(linear, splits)
         vars(new).update({name: hooks for name, hooks in vars(linear).items() if "ward_" in name})
     for parent in modules.values():
@@ -278,8 +267,8 @@ def check_tiled(path: str, weight: Any, modules: dict[str, nn.Module]) -> None:
         (weight.dtype not in NAMES, f"{path!r} is {weight.dtype}, and must be fp32, bf16 or fp16"),
         (
             len(users) > 1,
-            f"the weight of {path!r} is tied ({', '.join(users)}), and its tiles could not be; untie "
-            "it, or raise max_tile_nbytes above its size",
+            f"the weight of {path!r} is tied ({', '.join(users)}), and its tiles could not be; "
+            "untie it, or raise max_tile_nbytes above its size",
         ),
     ):
         if breaks:
