@@ -115,6 +115,14 @@ def test_what_follows_an_upload_runs_beside_compute() -> None:
     assert arrival.wait().tolist() == [4.0] * 8
 
 
+def test_a_value_made_beside_compute_is_freed_after_what_compute_does_with_it() -> None:
+    (chunk,) = Host(DEVICE).chunks({"param": torch.float32}, [1 << 10])
+    chunk.put("param", torch.ones(1 << 10, device=DEVICE))
+    for _ in range(2):
+        chunk.load("param", DEVICE, lambda values: values + 1).wait().mul_(2)
+    assert softgpu.found() == []
+
+
 @pytest.mark.races
 def test_a_value_that_was_not_awaited_is_reported() -> None:
     (chunk,) = Host(DEVICE).chunks({"param": torch.float32}, [8])

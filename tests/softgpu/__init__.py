@@ -13,7 +13,7 @@ them; autograd runs its device threads. What makes these worse devices than real
 - Copies, through cupy or by torch from and to page-locked memory, run as late as an event allows; until then their target holds NaN.
 - Vector clocks of the host and of each stream find accesses to device memory that no event or synchronization orders, memory that is freed
   while another stream may still use it, and ends of copies in host memory that the host touches too early.
-- New memory holds NaN. Memory whose storage was resized to 0 cannot be used. Each device has SOFTGPU_NBYTES (4 GiB) and no more.
+- New memory holds NaN. Each device has SOFTGPU_NBYTES (4 GiB) and no more.
 - Triton kernels are interpreted; each of their loads and stores must be in memory of the device that they run on.
 - NCCL takes device tensors only, and runs on streams of its own. gloo carries the bytes.
 

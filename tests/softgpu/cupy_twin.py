@@ -111,22 +111,16 @@ def _memcpy_async(dst: int, src: int, size: int, kind: int, stream: int) -> None
             Copy(_queue(stream), dst, src, size, kind == TO_DEVICE, "an upload" if kind == TO_DEVICE else "an offload")
 
 
-def _memset_async(dst: int, value: int, size: int, stream: int) -> None:
-    raise NotImplementedError("the software GPU has no memsetAsync")
-
-
 def install() -> None:
     """Make ``import cupy`` find this."""
     cupy, cuda, runtime = types.ModuleType("cupy"), types.ModuleType("cupy.cuda"), types.ModuleType("cupy.cuda.runtime")
     runtime.__dict__.update(
         CUDARuntimeError=CudaError,
         memcpyAsync=_memcpy_async,
-        memsetAsync=_memset_async,
         hostRegister=lambda ptr, size, flags: register(ptr, size, "cudaHostRegister"),
         hostUnregister=unregister,
         eventRecord=_event_record,
         streamWaitEvent=_stream_wait_event,
-        streamSynchronize=lambda stream: Stream.synchronize(types.SimpleNamespace(ptr=stream)),  # type: ignore[arg-type]
         runtimeGetVersion=lambda: 13000,
         driverGetVersion=lambda: 13000,
         getDevice=native.current_device,

@@ -63,7 +63,7 @@ class Block:
     start: int
     nbytes: int
     queue: Queue  # the stream it was allocated on
-    taken: int  # 0 while the storage is resized to nothing
+    taken: int
     uses: dict[tuple[int, int, int, bool], tuple[int, str]] = dataclasses.field(default_factory=dict)  # stream, bytes, write -> number, what
     recorded: set[int] = dataclasses.field(default_factory=set)  # streams named by Tensor.record_stream
     views: dict[Any, Tensor] = dataclasses.field(default_factory=dict)
@@ -191,11 +191,7 @@ def place_on(host: Tensor, queue: Queue) -> Tensor:
 
 def block_of(tensor: Tensor) -> Block:
     """The memory of a device tensor."""
-    block = _blocks[tensor.untyped_storage()._cdata]
-    if block.nbytes and not block.taken:
-        race("an illegal memory access: the storage was resized to 0")
-        raise RuntimeError("CUDA error: an illegal memory access was encountered (the storage was resized to 0)")
-    return block
+    return _blocks[tensor.untyped_storage()._cdata]
 
 
 def host_view(tensor: Tensor, block: Block | None = None) -> Tensor:
@@ -232,25 +228,10 @@ def find(address: int, nbytes: int) -> Block | None:
     return block if block is not None and address + nbytes <= block.start + max(block.nbytes, 1) else None
 
 
-def resize_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """``storage.resize_``: 0 gives memory back, anything up to what it had takes it again at the same place, with NaN in it."""
-    with LOCK:
-        block = _blocks[storage._cdata]
-        if nbytes > block.nbytes:
-            raise NotImplementedError(f"the software GPU does not let storages grow ({block.nbytes} to {nbytes} bytes)")
-        if not nbytes and block.taken:
-            block.check_free()
-            block.uses.clear()
-        accounts[block.device].add(rounded(nbytes) - block.taken, block.device)
-        if rounded(nbytes) != block.taken:
-            ctypes.memset(block.start, 0xFF, block.nbytes)
-        block.taken = rounded(nbytes)
-
-
 def nbytes_of(storage: torch.UntypedStorage) -> int | None:
     """The size of a device storage; None for one that is not here."""
     block = _blocks.get(storage._cdata)
-    return None if block is None else block.nbytes if block.taken or not block.nbytes else 0
+    return None if block is None else block.nbytes
 
 
 # ---- page-locked host memory ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.softgpu.memory import nbytes_of, plainly, resize_storage
+from tests.softgpu.memory import nbytes_of, plainly
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -18,24 +18,18 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 def install() -> None:
     """Replace the methods that torch has no device for."""
     storage: Any = torch.UntypedStorage
-    resize, nbytes, new = storage.resize_, storage.nbytes, storage.__new__
+    nbytes, new = storage.nbytes, storage.__new__
 
     def make(cls: type, *args: Any, device: Any = None, **options: Any) -> Any:
         if device is None or torch.device(device).type != "cuda":
             return new(cls, *args, **options, **{} if device is None else {"device": device})
         return torch.empty(*(args or (0,)), dtype=torch.uint8, device=device).untyped_storage()
 
-    def resize_(self: torch.UntypedStorage, size: int) -> Any:
-        if self.device.type != "cuda":
-            return resize(self, size)
-        resize_storage(self, size)
-        return self
-
     def size_of(self: torch.UntypedStorage) -> int:
         known = nbytes_of(self) if self.device.type == "cuda" else None
         return int(nbytes(self)) if known is None else known
 
     storage.__new__ = make
-    storage.resize_, storage.nbytes, storage.size = resize_, size_of, size_of
+    storage.nbytes = storage.size = size_of
     storage.clone = lambda self: _bytes(self).clone().untyped_storage()
     storage.cpu = lambda self: _bytes(self).cpu().untyped_storage()
