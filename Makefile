@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # programs that tests start find zk compiled
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-host test-device coverage mutate soak bench bench-peers bench-nvme bench-experts bench-accumulation bench-tiled bench-overlap bench-save bench-plan gpu lint site clean
+.PHONY: train test test-host test-device coverage mutate soak bench bench-peers bench-nvme bench-tiled bench-plan gpu lint site clean
 
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
@@ -61,7 +61,7 @@ site: $(READY)
 bench-peers: $(READY) $(VENV)/.peers
 	$(BIN)/python benchmarks/peers/compare.py $(ARGS)
 
-# a step with everything on the drive beside DeepSpeed's; benchmarks/nvme_vs_fio.py and nvme_floor.py measure the drive itself
+# a step with everything on the drive beside DeepSpeed's
 NVME ?= runs/nvme
 bench-nvme: $(READY) $(VENV)/.peers
 	mkdir -p $(NVME)
@@ -72,22 +72,6 @@ bench-nvme: $(READY) $(VENV)/.peers
 gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py --nvme $(NVME) $(ARGS)
 
-# saving a model of 1.3B parameters that is on the drive (35 GiB of it), and what training notices of it
-bench-save: $(READY)
-	mkdir -p $(NVME)
-	$(BIN)/python benchmarks/checkpoint_save.py $(NVME) $(ARGS)
-
-# bytes that a mixture of experts takes from the drive, against those of the experts in use
-bench-experts: $(READY)
-	mkdir -p $(NVME)
-	$(BIN)/python benchmarks/experts.py $(NVME) $(ARGS)
-
-# micro-batches one after the other and block by block: a step, and bytes on the drive; then compute, link and update against each other
-bench-accumulation: $(READY)
-	mkdir -p $(NVME)
-	for micro in 1 4 8 32; do ZK_BENCH_NVME=$(NVME) $(BIN)/python benchmarks/peers/compare.py --systems zk_stage3_nvme zk_stage3_nvme_vertical --rounds 2 -- --micro $$micro --layers 8 --width 768 --batch 1 --context 32 $(ARGS); done
-	$(BIN)/python benchmarks/overlap_model.py --micro 4 --units 4
-
 # memory that one large linear layer needs, whole and in tiles (4 GiB of drive)
 bench-tiled: $(READY)
 	mkdir -p $(NVME)
@@ -97,10 +81,6 @@ bench-tiled: $(READY)
 bench-plan: $(READY)
 	mkdir -p $(NVME)
 	$(BIN)/python benchmarks/plan_vs_peak.py --folder $(NVME) $(ARGS)
-
-# a step against the model of its overlap, with compute, link and update that take a given time each
-bench-overlap: $(READY)
-	$(BIN)/python benchmarks/overlap_model.py $(ARGS)
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,4 +1,4 @@
-"""Files through zk.offload.nvme against plain Python files and torch.save, 1 GiB. `make bench`; `make bench-nvme` compares with fio.
+"""Files through zk.offload.file against plain Python files and torch.save, 1 GiB. `make bench`.
 
 ``gbps`` is bytes of the file per second. The folder is $ZK_BENCH_NVME, or runs/nvme.
 """
@@ -15,7 +15,8 @@ import torch
 from conftest import SMALL
 from torch import Tensor
 
-from zk.offload.nvme import File, aligned
+from zk.memory import aligned
+from zk.offload.file import File
 
 NBYTES = 1 << 20 if SMALL else 1 << 30
 
@@ -25,18 +26,24 @@ def folder() -> Iterator[Path]:
     path = Path(os.environ.get("ZK_BENCH_NVME", "runs/nvme"))
     path.mkdir(parents=True, exist_ok=True)
     yield path
-    for name in ("zk-bench-io.bin", "zk-bench-io.raw", "zk-bench-io.pt"):
+    for file in FILES.values():
+        file.close()
+    FILES.clear()
+    for name in ("zk-bench-io.raw",):
         (path / name).unlink(missing_ok=True)
 
 
+FILES: dict[Path, File] = {}
+
+
 def zk_write(folder: Path, data: Tensor) -> None:
-    with File(folder / "zk-bench-io.bin", NBYTES) as file:
-        file.write(data)
+    if folder not in FILES:
+        FILES[folder] = File([folder], NBYTES)
+    FILES[folder].write_async(data).wait()
 
 
 def zk_read(folder: Path, data: Tensor) -> None:
-    with File(folder / "zk-bench-io.bin") as file:
-        file.read(data)
+    FILES[folder].read_async(data).wait()
 
 
 def python_write(folder: Path, data: Tensor) -> None:

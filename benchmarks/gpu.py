@@ -39,7 +39,7 @@ from gpu_plan import Planned, Row, of, plan_job  # noqa: E402
 from gpu_report import read, report  # noqa: E402
 from gpu_step import Job  # noqa: E402
 
-from zk.core.options import parse_nbytes  # noqa: E402
+from zk.options import parse_nbytes  # noqa: E402
 
 BACK_S = 20.0  # to wait for the host memory of a process that has ended
 TOKENS = (8192, 16384, 65536)
@@ -76,7 +76,7 @@ def runs(dry: bool) -> list[Run]:
     few = (*software, "-k", "every_stage_and_tier and 3-host") if dry else ("-k", BITS)
     rest = (*software, "-k", "link and not 64k") if dry else ("-k", f"not ({BITS})")
     kernels = ("-k", "flatten and not hypothesis") if dry else ()
-    qwen, cap = "Qwen2.5-7B", 32 * GIB
+    qwen, cap = "Qwen2.5-7B", 40 * GIB
     overlap = {"overlap_step": True}
     found = [
         part("machine", 60, 0),
@@ -89,9 +89,7 @@ def runs(dry: bool) -> list[Run]:
         steps("7b", 110, "fsdp2", qwen, LONG),
         steps("14b", 110, "zk_auto", "Qwen2.5-14B", (32768,)),
         steps("tutorial", 80, "zk_stage2", "GPT-2 10B", (10240,), cap=cap, zero={"state_dtype": "bf16"}),
-        steps("overlap", 110, "zk_stage2", qwen, TOKENS, zero=overlap),
-        steps("overlap", 110, "zk_stage2", qwen, TOKENS, "zk_stage2_on_device", zero={**overlap, "update_on": "device"}),
-        steps("overlap", 110, "zk_stage2", qwen, TOKENS, "zk_stage2_auto", zero={**overlap, "update_on": "auto"}),
+        steps("overlap", 110, "zk_stage3", qwen, TOKENS, zero=overlap),
         part("kernels", 60, 15),
         steps("nvme", 90, "zk_nvme", "GPT-2 1.3B", LONG, zero=overlap),
         Run("tests", "test_kernels", 150, 20, _pytest("tests/test_kernels.py", *kernels)),
@@ -166,8 +164,7 @@ class Session:
             if found.refused:
                 self.add(run, "outcome", outcome=f"not run: {found.refused}", seconds=0.0)
                 return
-            zero = found.zero | ({"check_memory": False} if self.options.host and found.zero else {})
-            job = dataclasses.replace(run.job, zero=zero)
+            job = dataclasses.replace(run.job, zero=found.zero)
             command = [str(HERE / "gpu_step.py"), json.dumps(dataclasses.asdict(job)), *["--dry-run"] * self.dry]
         elif run.name in _PARTS:
             command += ["--nvme", str(self.options.nvme)]

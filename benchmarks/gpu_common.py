@@ -7,14 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-
-import torch
-from throttled import ThrottledLink, pretend
-
-from zk.offload.streams import Link
 
 GIB = 1 << 30
 MARK = "row "  # begins each line of output that is a row
@@ -23,11 +17,6 @@ MARK = "row "  # begins each line of output that is a row
 def emit(kind: str, **values: Any) -> None:
     """Print one row as JSON."""
     print(MARK + json.dumps({"kind": kind, **values}), flush=True)
-
-
-def link_here() -> AbstractContextManager[Link | None]:
-    """A context in which a CPU is a device of its own, behind a link of 2 GB/s. A GPU has its own link."""
-    return contextlib.nullcontext() if torch.cuda.is_available() else pretend(ThrottledLink(2e9))
 
 
 def die_first() -> None:

@@ -23,15 +23,14 @@ import torch
 from cases import clock, io
 from cases import kernels as bench_kernels
 from cases import link as bench_link
-from gpu_common import GIB, die_first, emit, link_here
+from gpu_common import GIB, die_first, emit
 from torch import Tensor
 
-from zk.core.memory import aligned, host_memory, zeros
 from zk.kernels.step import AdamStep
+from zk.memory import aligned, host_memory, zeros
 from zk.nn.deferred import default_device
 from zk.offload.cpu_adam import adam_, default_engine
-from zk.offload.nvme import can_bypass_cache
-from zk.offload.streams import link_to
+from zk.offload.link import link_to
 
 DIRECTIONS = ("host to device", "device to host", "both at once")
 _CPU = torch.device("cpu")
@@ -87,8 +86,9 @@ def link(dry: bool, nvme: Path) -> None:
         emit("copy", system="torch, pinned", direction=direction, gbps=len(numbers) * values.nbytes / statistics.median(seconds) / 1e9)
     if not (torch.equal(near[0].cpu(), values) and torch.equal(far[1], values)):
         raise RuntimeError("copies of plain PyTorch are not their sources")
-    with link_here():
-        found = bench_link.measure(values.nbytes, rounds, device).as_dict()
+    if device.type != "cuda":
+        return  # its memory is the host's
+    found = bench_link.measure(values.nbytes, rounds, device).as_dict()
     for row in found["rows"]:
         memory, _, direction = row["name"].partition(", ")
         emit("copy", system=f"zk, {memory}", direction=direction, gbps=row["gbps"], page_locked=found["page_locked"])
@@ -100,8 +100,8 @@ def pin(dry: bool, nvme: Path) -> None:
     start = time.perf_counter()
     memory = aligned(nbytes).fill_(1)
     touched = time.perf_counter()
-    with link_here():
-        here = link_to(device)
+    locked, here = touched, link_to(device)
+    if here is not None:
         here.pin(memory)
         locked = time.perf_counter()
         here.unpin(memory)
@@ -157,9 +157,9 @@ def drive(dry: bool, nvme: Path) -> None:
     """Whole passes over a file, past the page cache."""
     nvme.mkdir(parents=True, exist_ok=True)
     nbytes = 1 << 22 if dry else 2 * GIB
-    written, read = io.passes(str(nvme), nbytes, 4 << 20, 4, 2)
+    written, read = io.passes(str(nvme), nbytes, 2)
     for name, seconds in (("write", written), ("read", read)):
-        emit("drive", direction=name, gbps=nbytes / statistics.median(seconds) / 1e9, nbytes=nbytes, direct=can_bypass_cache(str(nvme)))
+        emit("drive", direction=name, gbps=nbytes / statistics.median(seconds) / 1e9, nbytes=nbytes)
 
 
 def kernels(dry: bool, nvme: Path) -> None:

@@ -119,11 +119,11 @@ def _of_zk(job: Job, size: Size, machine: Machine, rows: Sequence[Row], nvme: Pa
     given = {"dtype": "bf16", "clip_grad_norm": CLIP, **TIERS[job.system], **job.zero}
     given |= {"nvme_path": str(nvme)} if "nvme" in given.values() else {}
     is_auto = job.system == "zk_auto"
-    side = given.pop("update_on", "host")
     given |= {"overlap_step": True} if is_auto else {}
-    given |= {"update_on": side} if side != "auto" else {}
     for state_dtype in ("fp32", "bf16") if is_auto else (given.pop("state_dtype", "fp32"),):
-        row = plan.row(ZeroConfig(**given, state_dtype=state_dtype), 0)
+        named = {"state_dtype": state_dtype} if state_dtype != "fp32" else {}
+        plan = dataclasses.replace(plan, state_dtype=state_dtype)
+        row = plan.row(ZeroConfig(**given, **named), 0)
         if row is not None and not row.missing:
             break
     numel = sum(numels_of(size))
@@ -132,12 +132,12 @@ def _of_zk(job: Job, size: Size, machine: Machine, rows: Sequence[Row], nvme: Pa
     seconds = {}
     for tokens in job.tokens:
         rates = dataclasses.replace(machine, tflops=tflops_of(job, tokens, rows, machine))
-        seconds[str(tokens)] = step_of(dataclasses.replace(plan, machine=rates), row.config, row.found, tokens)[0]
-    zero = changes(dataclasses.replace(row.config, update_on=side), ZeroConfig())
-    words = [f"{name}={value}" for name, value in zero.items() if name.endswith("budget") or name == "update_on"]
-    words += ["overlap_step"] * bool(row.config.overlap_step) + ["bf16 moments"] * ("state_dtype" in zero)
+        seconds[str(tokens)] = step_of(dataclasses.replace(plan, machine=rates), row, tokens)[0]
+    zero = changes(row.config, ZeroConfig())
+    words = [f"{name}={value}" for name, value in zero.items() if name.endswith("budget")]
+    words += ["overlap_step"] * ("overlap_step" in zero) + ["bf16 moments"] * ("state_dtype" in zero)
     words += ["blocks' inputs on the host"] * (job.keep_last is not None)
-    on = row.found.on
+    on = row.on
     return Planned(numel, on("device") + working, on("host") + inputs, row.missing, seconds, {"stage": row.config.stage, **zero}, ", ".join(words))
 
 
@@ -153,8 +153,6 @@ def plan_job(job: Job, rows: Sequence[Row], dry: bool, nvme: Path, host_nbytes: 
         found.missing = {tier: nbytes - here.capacity(tier) for tier, nbytes in needed.items() if nbytes > here.capacity(tier)}
     if found.host_nbytes > machine.ram_nbytes:
         found.refused = f"it needs {found.host_nbytes / GIB:.1f} GiB of host memory, and there are {machine.ram_nbytes / GIB:.1f}"
-    if dry and job.zero.get("update_on") == "device" and not torch.cuda.is_available():
-        found.refused = "the device is to update, and there is no GPU"
     if dry and job.system == "fsdp2" and torch.cuda.is_available() and not torch.backends.cuda.is_built():  # the GPU is pretended
         found.refused = "FSDP2 on a GPU needs NCCL, and this torch is built without CUDA"
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 from gpu_common import GIB
 from gpu_plan import Row, of
 
-from zk.offload.tiers import readable
+from zk.placement import readable
 
 FIRST_LOSS = 1e-4  # relative difference between systems; only the forward pass decides it
 # tokens per second; parameters, for the operations

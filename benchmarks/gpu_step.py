@@ -24,13 +24,14 @@ from typing import Any
 
 import torch
 from cases.clock import wait
-from gpu_common import die_first, emit, link_here
+from gpu_common import die_first, emit
 from gpu_model import SIZES, Size, batch, build, context_of, tiny
 from torch import nn
 
 import zk
-from zk.core.memory import peak_nbytes
+from zk.memory import peak_nbytes
 from zk.nn.deferred import default_device
+from zk.offload.link import link_to
 
 CLIP = 1.0
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -106,7 +107,6 @@ def fsdp2(job: Job, size: Size, stack: contextlib.ExitStack) -> Trained:
 
 def by_zk(job: Job, size: Size, stack: contextlib.ExitStack) -> Trained:
     """zk with the job's ZeroConfig."""
-    stack.enter_context(link_here())
     model = build(size, default_device())
     inner = torch.optim.AdamW(model.parameters(), **OPTIONS)
     optimizer = stack.enter_context(zk.ZeroOptimizer(model, inner, zk.ZeroConfig(**job.zero)))
@@ -115,8 +115,8 @@ def by_zk(job: Job, size: Size, stack: contextlib.ExitStack) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
 
-    arena = optimizer.transfer.arena
-    notes = () if arena is None or arena.is_pinned else ("host memory is not page-locked",)
+    link = link_to(default_device())
+    notes = ("host memory is not page-locked",) if link is not None and link.refuses else ()
     return Trained(model, update, optimizer.metrics, notes)
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import zk
-from zk.core.memory import peak_nbytes, trim
+from zk.memory import peak_nbytes, trim
 from zk.tools.plan import Machine, Plan
 
 MIB = 1 << 20
@@ -72,8 +72,8 @@ def train(width: int, blocks: int, options: dict[str, Any]) -> int:
             optimizer.backward(model(torch.randn(1, width)).float().square().mean())
             optimizer.step()
             optimizer.zero_grad()
-        folder = Path(options.get("nvme_path", "/nowhere"))
-        return sum(file.stat().st_size for file in folder.rglob("state*.bin"))
+        drive: Any = optimizer._layout.tiers.get("nvme")
+        return drive.file.nbytes if drive is not None else 0
 
 
 def measure(number: int, folder: str) -> None:
@@ -92,7 +92,9 @@ def measure(number: int, folder: str) -> None:
     with torch.device("meta"):
         model = build(*SIZES[size])
     machine = Machine(gpu_nbytes=None, ram_nbytes=1 << 40, nvme_nbytes=1 << 40)
-    found = Plan(name=size, model=model, machine=machine).bytes(zk.ZeroConfig(**options), 0)
+    state_dtype = options.get("state_dtype", "fp32")
+    plan = Plan(name=size, model=model, machine=machine, state_dtype=state_dtype)
+    found = plan.bytes(zk.ZeroConfig(**options), 0)
     print("RESULT " + json.dumps([found.on("host"), took, found.on("nvme"), file_nbytes]))
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 from torch import Tensor
-from zk.core.memory import aligned
-from zk.offload.nvme import Engine, File
 
-from zk.offload.tiers import readable
+from zk.memory import aligned
+from zk.offload.file import File
+from zk.placement import readable
 
 from .clock import seconds_of
 
@@ -34,7 +33,7 @@ def check_room(path: str, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, f"{readable(nbytes)} are to be written and {readable(free)} are free; give a smaller size", path)
 
 
-def passes(path: str, nbytes: int, block: int, depth: int, rounds: int) -> tuple[list[float], list[float]]:
+def passes(path: str, nbytes: int, rounds: int) -> tuple[list[float], list[float]]:
     """Sorted seconds of ``rounds`` passes over a file of ``nbytes`` in folder ``path``, written and read, past the page cache if it can be.
 
     Every byte is compared before anything is timed. OSError if ``path`` is no folder, cannot be written or has no room.
@@ -48,20 +47,17 @@ def passes(path: str, nbytes: int, block: int, depth: int, rounds: int) -> tuple
             yield number, start, buffers[number % _BUFFERS][: min(_BUFFER_NBYTES, nbytes - start)]
 
     with contextlib.ExitStack() as stack:
-        engine = Engine(depth, block)
-        stack.callback(engine.close)
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=path, prefix="zk-bench-"))
-        file = stack.enter_context(File(Path(folder) / "io.bin", nbytes, engine=engine))
+        file = File([path], nbytes)
+        stack.callback(file.close)
+
+        def whole(move: Callable[[Tensor, int], Any]) -> None:
+            for request in [move(memory, start) for _, start, memory in requests()]:
+                request.wait()
+
         for number, start, memory in requests():
-            file.write(memory.fill_(number % 251 + 1), start)
+            file.write_async(memory.fill_(number % 251 + 1), start).wait()
         for number, start, memory in requests():
-            file.read(memory.fill_(0), start)
+            file.read_async(memory.fill_(0), start).wait()
             if not bool((memory == number % 251 + 1).all()):
                 raise OSError(errno.EIO, f"bytes {start} to {start + len(memory)} are not what was written there", file.paths[0])
-
-        def whole(move: Callable[[Tensor, int], object]) -> None:
-            for _, start, memory in requests():
-                move(memory, start)
-            file.wait()
-
         return seconds_of(lambda: whole(file.write_async), rounds), seconds_of(lambda: whole(file.read_async), rounds)

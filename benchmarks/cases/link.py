@@ -6,18 +6,18 @@ import functools
 from collections.abc import Iterator
 
 import torch
-from zk.offload.pinned import Arena
-from zk.offload.streams import Link, link_to
-from zk.offload.transfer import Transfer, pieces_of
+
+from zk.memory import empty
+from zk.offload.link import CudaLink, link_to
 
 from .clock import CPU, Case, Report, copy_gbps, the_gpu
 
 UP, DOWN = "host to device", "device to host"
 
 
-def _cases(transfer: Transfer, device: torch.device, numel: int) -> Iterator[Case]:
+def _cases(link: CudaLink, device: torch.device, numel: int) -> Iterator[Case]:
     """Copies of ``numel`` bf16 elements, compared with their sources first. RuntimeError if one differs."""
-    memory = {"pinned": [transfer.memory(numel, torch.bfloat16) for _ in range(2)]}
+    memory = {"pinned": [empty(numel, torch.bfloat16, CPU, link) for _ in range(2)]}
     up = memory["pinned"][0].copy_(torch.arange(numel, dtype=torch.int32).remainder_(251).bfloat16())
     memory["pageable"] = [up.clone(), torch.zeros_like(up)]
     near_up, near_down = torch.zeros_like(up, device=device), torch.randn(numel, device=device).bfloat16()
@@ -28,11 +28,10 @@ def _cases(transfer: Transfer, device: torch.device, numel: int) -> Iterator[Cas
             origin, copied = (source, near_up) if UP in directions else (near_down, target)
             copied.copy_(origin)
             return
-        for piece in pieces_of(0, numel):
-            if DOWN in directions:
-                events.append(transfer.offload_to(target[piece], near_down[piece]))
-            if UP in directions:
-                events.append(transfer.upload(near_up[piece], source[piece]))
+        if DOWN in directions:
+            events.append(link.offload(target, near_down))
+        if UP in directions:
+            events.append(link.upload(near_up, source))
         for event in events:
             event.wait()
 
@@ -40,7 +39,7 @@ def _cases(transfer: Transfer, device: torch.device, numel: int) -> Iterator[Cas
     ways.insert(2, ("pinned", "both at once", (UP, DOWN)))
     for kind, name, directions in ways:
         target = memory[kind][1].zero_()
-        transfer.follow(transfer.upload(near_up, memory["pinned"][1].zero_()))
+        link.follow(link.upload(near_up, memory["pinned"][1].zero_()))
         copy(kind, directions)
         if (UP in directions and not torch.equal(near_up.cpu(), up)) or (DOWN in directions and not torch.equal(target, near_down.cpu())):
             raise RuntimeError(f"what was copied {name} ({kind}) is not its source")
@@ -54,15 +53,10 @@ def measure(nbytes: int = 1 << 28, rounds: int = 9, device: torch.device | None 
     ``device``: one with memory of its own; None takes the GPU. ValueError where there is none.
     """
     device = the_gpu() if device is None else device
-    link: Link = link_to(device)
-    if link.joined:
+    link = link_to(device)
+    if link is None:
         raise ValueError(f"{device} has the host's memory: there is no link to measure")
     floors = {"copy_gbps": copy_gbps(CPU, nbytes, rounds)}
-    arena = Arena(link, 2 * nbytes)
-    transfer = Transfer(link, arena, overlap=True)
-    try:
-        found = Report.of("link", _cases(transfer, device, nbytes // 2), floors, rounds, device)
-    finally:
-        transfer.close()
-    found.settings.update(nbytes=nbytes, device=str(device), page_locked=arena.is_pinned)
+    found = Report.of("link", _cases(link, device, nbytes // 2), floors, rounds, device)
+    found.settings.update(nbytes=nbytes, device=str(device), page_locked=not link.refuses)
     return found

@@ -22,25 +22,14 @@ from typing import Any
 HERE = Path(__file__).parent
 ORDER = ("torch_autocast", "torch_bf16", "fsdp2", "deepspeed_zero2", "deepspeed_zero3", "zk_stage2", "zk_stage3")
 RATIOS = (
-    ("next_stage2", "zk_stage2"),
-    ("next_stage3", "zk_stage3"),
-    ("next_stage3_nvme", "zk_stage3_nvme"),
-    ("next_stage3_nvme_cached", "zk_stage3_nvme_cached"),
     ("zk_stage2", "deepspeed_zero2"),
     ("zk_stage3", "deepspeed_zero3"),
     ("zk_stage2", "torch_autocast"),
     ("zk_stage3", "torch_autocast"),
     ("zk_stage2", "fsdp2"),
     ("zk_stage3_nvme", "deepspeed_zero3_nvme"),
-    ("zk_stage3_nvme", "zk_stage3_nvme_unchecked"),
     ("zk_stage3_nvme_cached", "deepspeed_zero3_nvme"),
     ("zk_stage3_nvme_bf16_moments", "deepspeed_zero3_nvme"),
-    ("zk_stage2_vertical", "zk_stage2"),
-    ("zk_stage3_vertical", "zk_stage3"),
-    ("zk_stage3_nvme_vertical", "zk_stage3_nvme"),
-    ("zk_stage3_nvme_vertical", "deepspeed_zero3_nvme"),
-    ("zk_stage3_nvme_handed_over", "zk_stage3_nvme"),
-    ("zk_stage3_nvme_vertical_handed_over", "zk_stage3_nvme_vertical"),
 )
 WHAT = {
     "torch_autocast": "plain torch, fp32 weights, autocast, fused AdamW",
@@ -50,31 +39,21 @@ WHAT = {
     "deepspeed_zero3": "DeepSpeed ZeRO-3, optimizer and parameters on CPU",
     "zk_stage2": "zk stage 2, optimizer on host",
     "zk_stage3": "zk stage 3, optimizer and parameters on host",
-    "next_stage2": "second core, stage 2, optimizer on host",
-    "next_stage3": "second core, stage 3, optimizer and parameters on host",
-    "next_stage3_nvme": "second core, stage 3, both on NVMe, no host budget",
-    "next_stage3_nvme_cached": "second core, stage 3, both on NVMe, host_budget 1.75 GiB",
     "zk_stage3_device": "zk stage 3, optimizer and parameters on the device",
     "deepspeed_zero3_nvme": "DeepSpeed ZeRO-3, optimizer and parameters on NVMe",
     "zk_stage3_nvme": "zk stage 3, both on NVMe, no host budget",
-    "zk_stage3_nvme_unchecked": "zk stage 3, both on NVMe, no host budget, nvme_checksum=False",
     "zk_stage3_nvme_cached": "zk stage 3, both on NVMe, host_budget 1.75 GiB",
     "zk_stage3_nvme_bf16_moments": "zk stage 3, both on NVMe, host_budget 1.75 GiB, bf16 moments",
-    "zk_stage2_vertical": "zk stage 2, optimizer on host, micro-batches block by block",
-    "zk_stage3_vertical": "zk stage 3, optimizer and parameters on host, micro-batches block by block",
-    "zk_stage3_nvme_vertical": "zk stage 3, both on NVMe, no host budget, micro-batches block by block",
-    "zk_stage3_nvme_handed_over": "zk stage 3, both on NVMe, no host budget, gradients handed over",
-    "zk_stage3_nvme_vertical_handed_over": "zk stage 3, both on NVMe, no host budget, micro-batches block by block, gradients handed over",
     "zk_stage3_overlap_step": "zk stage 3, optimizer and parameters on host, overlap_step",
     "zk_stage3_nvme_overlap_step": "zk stage 3, both on NVMe, no host budget, overlap_step",
     "zk_stage3_nvme_cached_overlap_step": "zk stage 3, both on NVMe, host_budget 1.75 GiB, overlap_step",
 }
 
 
-def run_once(system: str, steps: int, rest: list[str]) -> dict[str, Any]:
+def run_once(system: str, steps: int, rest: list[str], checkout: Path = HERE.parent.parent) -> dict[str, Any]:
     """One process; RuntimeError with its last lines if it gave no result."""
     command = [sys.executable, str(HERE / "step.py"), system, "--steps", str(steps), *rest]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     found = re.search(r"^RESULT (.*)$", done.stdout, re.MULTILINE)
     if found is None:
@@ -114,6 +93,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--systems", nargs="+", choices=WHAT, default=list(ORDER))
+    parser.add_argument("--checkout", type=Path, default=HERE.parent.parent, help="folder that zk is imported from, such as one of another commit")
     parser.add_argument("--out", type=Path)
     options, rest = parser.parse_known_args()
     rest = [option for option in rest if option != "--"]
@@ -123,7 +103,7 @@ def main() -> None:
     runs: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
     for number in range(options.rounds):
         for system in systems:
-            runs[system].append(run_once(system, options.steps, rest))
+            runs[system].append(run_once(system, options.steps, rest, options.checkout.resolve()))
             last = runs[system][-1]
             figures = f"{last['median']:.2f} s  {last['peak_rss'] / 2**30:.2f} GiB"
             print(f"round {number + 1}/{options.rounds}  {system:16} {figures}", file=sys.stderr, flush=True)

@@ -18,17 +18,21 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from zk.core.memory import peak_nbytes
 from zk.tools.gpt import GPT, GPTConfig
 
 LR, BETAS, DECAY = 1e-4, (0.9, 0.95), 0.1
 CLIP = [1.0]  # 0: gradients are not clipped
 STATE_DTYPE = ["fp32"]  # of zk
-GRAD_ACCUM_DTYPE = ["fp32"]  # of zk
 MicroBatches = Sequence[tuple[Tensor, Tensor]]  # token ids and targets
 Step = Callable[[MicroBatches], float]
 MICRO = [1]  # micro-batches in a step
 METERS: list[Callable[[], dict[str, float]]] = []  # of systems that count what they move
+
+
+def peak_nbytes() -> int:
+    """The high-water mark of resident memory; by /proc, so that any commit of zk can be measured."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
 
 def one_rank_environment() -> None:
@@ -142,8 +146,8 @@ def deepspeed(model: nn.Module, stage: int, tier: str = "cpu") -> Step:
     return step
 
 
-def zk(model: nn.Module, stage: int, tier: str = "host", vertical: bool = False, **options: object) -> Step:
-    """zk with the optimizer (and at stage 3 the parameters) on the host or NVMe tier; ``vertical``: micro-batches block by block."""
+def zk(model: nn.Module, stage: int, tier: str = "host", **options: object) -> Step:
+    """zk with the optimizer (and at stage 3 the parameters) on a tier."""
     from zk import ZeroOptimizer
 
     inner = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY)
@@ -151,32 +155,6 @@ def zk(model: nn.Module, stage: int, tier: str = "host", vertical: bool = False,
     if tier == "nvme":
         options["nvme_path"] = nvme_path()
     options.setdefault("state_dtype", STATE_DTYPE[0])
-    options["grad_accum_dtype"] = GRAD_ACCUM_DTYPE[0]
-    optimizer = ZeroOptimizer(model, inner, stage=stage, dtype="bf16", clip_grad_norm=CLIP[0] or None, **tiers, **options)
-    METERS.append(optimizer.metrics)
-
-    def step(batches: MicroBatches) -> float:
-        count = len(batches)
-        if vertical:
-            loss = count * optimizer.accumulate(batches, lambda model, batch: model(*batch) / count)[-1]
-        for ids, targets in batches if not vertical else ():
-            loss = model(ids, targets)
-            (loss / count).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return step
-
-
-def second_core(model: nn.Module, stage: int, tier: str = "host", **options: object) -> Step:
-    """The core in zk, as ``zk`` above."""
-    from zk import ZeroOptimizer
-
-    inner = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY)
-    tiers = {"optimizer_tier": tier, "param_tier": tier if stage == 3 else "device"}
-    if tier == "nvme":
-        options["nvme_path"] = nvme_path()
     optimizer = ZeroOptimizer(model, inner, stage=stage, dtype="bf16", clip_grad_norm=CLIP[0] or None, **tiers, **options)
     METERS.append(optimizer.metrics)
 
@@ -192,10 +170,6 @@ def second_core(model: nn.Module, stage: int, tier: str = "host", **options: obj
 
 
 SYSTEMS: dict[str, Callable[[nn.Module], Step]] = {
-    "next_stage2": lambda model: second_core(model, 2),
-    "next_stage3": lambda model: second_core(model, 3),
-    "next_stage3_nvme": lambda model: second_core(model, 3, "nvme"),
-    "next_stage3_nvme_cached": lambda model: second_core(model, 3, "nvme", host_budget="1.75GiB"),
     "torch_autocast": torch_autocast,
     "torch_bf16": torch_bf16,
     "fsdp2": fsdp2,
@@ -206,16 +180,10 @@ SYSTEMS: dict[str, Callable[[nn.Module], Step]] = {
     "zk_stage3": lambda model: zk(model, 3),
     "zk_stage3_device": lambda model: zk(model, 3, "device"),
     "zk_stage3_nvme": lambda model: zk(model, 3, "nvme"),
-    "zk_stage3_nvme_unchecked": lambda model: zk(model, 3, "nvme", nvme_checksum=False),
     "zk_stage3_nvme_cached": lambda model: zk(model, 3, "nvme", host_budget="1.75GiB"),
     "zk_stage3_overlap_step": lambda model: zk(model, 3, "host", overlap_step=True),
     "zk_stage3_nvme_overlap_step": lambda model: zk(model, 3, "nvme", overlap_step=True),
     "zk_stage3_nvme_cached_overlap_step": lambda model: zk(model, 3, "nvme", host_budget="1.75GiB", overlap_step=True),
-    "zk_stage2_vertical": lambda model: zk(model, 2, vertical=True),
-    "zk_stage3_vertical": lambda model: zk(model, 3, vertical=True),
-    "zk_stage3_nvme_vertical": lambda model: zk(model, 3, "nvme", vertical=True),
-    "zk_stage3_nvme_handed_over": lambda model: zk(model, 3, "nvme", overlap_step="backward", keep_gradients=False),
-    "zk_stage3_nvme_vertical_handed_over": lambda model: zk(model, 3, "nvme", vertical=True, overlap_step="backward", keep_gradients=False),
     "zk_stage3_nvme_bf16_moments": lambda model: zk(model, 3, "nvme", host_budget="1.75GiB", state_dtype="bf16"),
 }
 
@@ -232,10 +200,9 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=1, help="micro-batches in a step")
     parser.add_argument("--clip", type=float, default=1.0, help="norm to clip to; 0: no clipping")
     parser.add_argument("--state-dtype", default="fp32", help="of zk's optimizer state")
-    parser.add_argument("--grad-accum-dtype", default="fp32", help="of zk's sums of micro-batches")
     parser.add_argument("--in-turns", action="store_true", help="wait for a line of input before each step, and print a line after it")
     options = parser.parse_args()
-    MICRO[0], CLIP[0], STATE_DTYPE[0], GRAD_ACCUM_DTYPE[0] = options.micro, options.clip, options.state_dtype, options.grad_accum_dtype
+    MICRO[0], CLIP[0], STATE_DTYPE[0] = options.micro, options.clip, options.state_dtype
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab=4096, width=options.width, layers=options.layers, heads=16, context=options.context))
     num_params = sum(p.numel() for p in model.parameters())
@@ -259,7 +226,7 @@ def main() -> None:
     report = {"system": options.system, "params": num_params, "seconds": warm, "median": statistics.median(warm), "losses": losses, "peak_rss": peak}
     for earlier, meter in zip(before, METERS, strict=True):
         later = meter()
-        for name in ("fetched_nbytes", "evicted_nbytes", "stall_ms"):
+        for name in ("fetched_nbytes", "evicted_nbytes"):
             report[name] = (later.get(name, 0) - earlier.get(name, 0)) / options.steps
     sys.stdout.write("\nRESULT " + json.dumps(report) + "\n")
     sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
 import platform
@@ -97,7 +98,8 @@ def measure_drive(folder: str, nbytes: int = 256 << 20) -> tuple[float, float, b
             for request in [move(buffer, part * i) for i, buffer in enumerate(buffers)]:
                 request.wait()
             rates.append(nbytes / (time.perf_counter() - start))
-        return rates[1], rates[2], file.direct[0] >= 0
+        flags = fcntl.fcntl(file.descriptors[0], fcntl.F_GETFL)
+        return rates[1], rates[2], bool(flags & os.O_DIRECT)
     finally:
         file.close()
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from zk.logs import say
-from zk.offload.file import Request
+from zk.offload.file import File
 from zk.parallel.gradient import Gradient
 from zk.parallel.runtime import Hook, Runtime
 from zk.store import UnitStore
@@ -60,7 +60,7 @@ _PHASES: tuple[tuple[type, str, Any], ...] = (  # methods of the core, and the r
     (UnitStore, "begin_gather", lambda store: _named(f"{store.unit.name} gather")),
     (UnitStore, "update", lambda store, *_: _named(f"{store.unit.name} update")),
     (Gradient, "reduce", lambda grad, *_: _named(f"{grad.unit.name} reduce")),
-    (Request, "move", lambda request, *_: _named(request.what.removeprefix("the "))),
+    (File, "move", lambda file, verb, data, *_: _named(f"{verb} {len(data) >> 10} KiB")),
     *((owner, name, lambda *_, why=why: _named(f"wait {why}")) for why, owner, name in WAITS),
 )
 
