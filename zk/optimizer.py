@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from zk.offload.drive import Drive
 from zk.offload.rules import RULES, Codec, Rule, rule_for
 from zk.offload.tiers import Host, Memory, Tier
 from zk.options import require
-from zk.parallel.comm import Comm
+from zk.parallel.comm import Comm, connect
 from zk.parallel.gather import hooks_of_states
 from zk.parallel.reducer import Reducer
 from zk.parallel.runtime import RUNTIMES, Runtime
@@ -118,6 +119,10 @@ class Layout:
         return tier
 
 
+class NoGradient(RuntimeError):
+    """No parameter has a gradient on any rank."""
+
+
 class ZeroOptimizer(torch.optim.Optimizer):
     """ZeRO, ZeRO-Offload and ZeRO-Infinity around the user's own optimizer.
 
@@ -133,6 +138,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(
         self, model: nn.Module, optimizer: Optimizers, config: ZeroConfig | None = None, **options: Any
     ) -> None:
+        connect()
         comm = Comm(options.get("process_group", getattr(config, "process_group", None)))
         with comm.together("ZeroOptimizer()"):
             inners = check_arguments(model, optimizer, config, ZeroOptimizer)
@@ -159,6 +165,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._refusals: list[Any] = []  # hooks of the user's optimizers
         self._trained: list[UnitStore] = []
         self._runtime = Runtime(model, layout, config.prefetch)
+        self._runtime.owner = weakref.ref(self)
         self._scaler = self._runtime.scaler = LossScaler(config.loss_scale, trained)
         self._adopt(units)
         fill_buffers(model)
@@ -257,7 +264,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         require(
             any(store.grad.is_taken for store in self._trained),
             "step() found no gradient: call backward() before it, and zero_grad() after it",
-            RuntimeError,
+            NoGradient,
         )
         squares = floats_of([store.grad.sum_of_squares() for store in self._trained])
         sums = self._layout.sharers.total("norm", [sum(squares)])

@@ -18,7 +18,8 @@ import zk
 import zk.memory
 from tests.models import DEVICE
 from tests.plain import mean_of_ranks
-from tests.world import call, run_world
+from tests.programs import Program, rank_of
+from tests.world import call, free_port, run_world
 from zk import ZeroOptimizer
 
 WIDTH, VOCAB = 12, 19
@@ -416,3 +417,19 @@ def test_a_rank_that_is_gone_ends_the_others_in_a_collective_that_they_name(how:
 def test_announced_ranks_say_who_does_what() -> None:
     for said in run_world(2, losing, [("leaves out a block", 3, {"announce": True, "prefetch": 0})], timeout=10)[0]:
         assert "rank 0: all_gather of 'blocks.0', " in str(said) and "rank 1: all_gather of 'blocks.1', " in str(said), said
+
+
+def test_ranks_that_torchrun_has_started_find_each_other() -> None:
+    program = (
+        "import torch, zk\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "model(torch.ones(1, 4) * (torch.distributed.get_rank() + 1)).sum().backward()\n"
+        "print(model.weight.grad[0, 0].item(), torch.distributed.get_world_size())\n"
+    )
+    for is_agents in (False, True):
+        port = free_port()
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if is_agents else None
+        agent = {"TORCHELASTIC_USE_AGENT_STORE": str(store is not None), "TORCHELASTIC_RESTART_COUNT": "1"}
+        ranks = [Program("-c", program, env={**rank_of(2, rank, port), **agent}) for rank in range(2)]
+        assert [rank.communicate()[0].split() for rank in ranks] == [["1.5", "2"]] * 2

@@ -8,9 +8,11 @@ went another way, as soon as the group's timeout does.
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,7 +24,25 @@ from zk.memory import empty
 
 Group = dist.ProcessGroup | None
 # what all ranks raise where one fails: the first that its error is
+TIMEOUT = timedelta(minutes=10)  # of a collective, until it says that a rank is missing
 KINDS = ValueError, TypeError, OSError, MemoryError, RuntimeError, Exception
+
+
+def connect() -> None:
+    """Make the default group of the ranks that torchrun has started, if nobody has."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started < 2 or not dist.is_available() or dist.is_initialized():
+        return
+    place: dict[str, Any] = {}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # this store outlives restarts, and has the addresses of ranks of earlier attempts still
+        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        made: Any = dist
+        store = made.TCPStore(*where, started, is_master=False)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        place["store"] = made.PrefixStore(f"zk/attempt/{attempt}", store)
+        place |= {"rank": int(os.environ["RANK"]), "world_size": started}
+    dist.init_process_group(timeout=TIMEOUT, **place)  # gloo in host memory, NCCL on devices
 
 
 class Comm:

@@ -54,6 +54,7 @@ class Runtime:
         self.around: tuple[Any, Any] = keep, kept  # the hooks around it
         self.broken = ""  # why parameters may not be used
         self.counts = {"gathers": 0, "prefetch_hits": 0}
+        self.owner: Callable[[], Any] = lambda: None  # its ZeroOptimizer
         RUNTIMES.add(self)
 
     # ---- hooks -----------------------------------------------------------------------------------
