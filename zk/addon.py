@@ -158,6 +158,7 @@ ALWAYS = {  # "module:class" of add-ons that every optimizer has
     "shown": "zk.tools.summary:Shown",
 }
 METHODS = {  # name of a method of ZeroOptimizer -> "module:function"
+    "from_deepspeed": "zk.integrations.deepspeed:from_deepspeed",  # of ZeroConfig
     "save_checkpoint": "zk.checkpoint.save:save_checkpoint",
     "load_checkpoint": "zk.checkpoint.load:load_checkpoint",
     "consolidated_state_dict": "zk.checkpoint.state_dict:consolidated_state_dict",

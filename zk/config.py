@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from zk import options as read
-from zk.addon import OPTIONS, Addon
+from zk.addon import METHODS, OPTIONS, Addon, found
 from zk.precision import DynamicLossScale
 
 PARSERS: dict[str, Callable[[Any, str], Any]] = {
@@ -142,6 +142,18 @@ class ZeroConfig:
             value = getattr(self, name)
             read.require(holds(value), f"{name} must be {words}; got {value!r}", error)
         self._check_together()
+
+    @classmethod
+    def from_deepspeed(
+        cls, config: Any, *, auto: Mapping[str, Any] | None = None, **overrides: Any
+    ) -> ZeroConfig:
+        """The config of DeepSpeed's JSON, a path or a dict; ``overrides`` are fields of this class.
+
+        Args:
+            auto: values by the JSON's names, for what it leaves to be filled in ("auto").
+        """
+        made: ZeroConfig = found("from_deepspeed", METHODS, TypeError)(config, auto or {}, overrides)
+        return made
 
     def _check_together(self) -> None:
         """ValueError for values that exclude each other."""

@@ -14,10 +14,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from zk.config import ZeroConfig
-from zk.core.owners import owner_of
 from zk.integrations.deepspeed import is_deepspeed
 from zk.optimizer import ZeroOptimizer
-from zk.tools.metrics import loggable
+from zk.parallel.runtime import RUNTIMES
+from zk.tools.metrics import Rates, loggable
 
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # by mixed_precision
 FOLDER = "zk"  # of our checkpoint, in a folder of accelerate's or the Trainer's
@@ -26,8 +26,9 @@ HOOKS = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
 
 def zero_of(model: Any) -> ZeroOptimizer | None:
     """The ZeroOptimizer that a model's parameters belong to."""
-    params = model.parameters() if isinstance(model, nn.Module) else ()
-    return next((owner for param in params if (owner := owner_of(param)) is not None), None)
+    params = list(model.parameters()) if isinstance(model, nn.Module) else []
+    owners = (r.owner() for r in RUNTIMES if any(param in r.store_of for param in params))
+    return next(owners, None)
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -45,10 +46,10 @@ class _Prepared(AcceleratedOptimizer):
     """accelerate's wrapper around a ZeroOptimizer, which skips steps by itself."""
 
     def step(self, closure: Any = None) -> None:
-        before = self.optimizer.counters["skipped_steps"]
+        before = self.optimizer.skipped_steps
         super().step(closure)
         if self.gradient_state.sync_gradients:
-            self._is_overflow = self.optimizer.counters["skipped_steps"] > before
+            self._is_overflow = self.optimizer.skipped_steps > before
 
 
 class ZeroAccelerator(Accelerator):
@@ -127,6 +128,7 @@ class ZeroAccelerator(Accelerator):
             return super().prepare_optimizer(optimizer, device_placement)
         if self.scaler is not None:
             raise ValueError("mixed_precision='fp16' has torch's scaler; give zero=ZeroConfig()")
+        self._rates = Rates(optimizer)
         self._optimizers.append(_Prepared(optimizer, device_placement=False))
         return self._optimizers[-1]
 
@@ -148,7 +150,7 @@ class ZeroAccelerator(Accelerator):
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """accelerate's, with the rates since the last call (``zk/step_s``, ...)."""
         zeros = self._zeros()
-        rates = loggable(zeros[0], zeros[0].rates) if len(zeros) == 1 else {}
+        rates = loggable(zeros[0], self._rates) if len(zeros) == 1 else {}
         super().log({**values, **rates}, *args, **kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
@@ -162,7 +164,6 @@ class ZeroAccelerator(Accelerator):
             folder: str = super().save_state(output_dir, *args, **kwargs)
         for place, zero in self._places(folder):
             zero.save_checkpoint(place, keep=1)
-            zero.resume_from = place.parent
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -173,7 +174,6 @@ class ZeroAccelerator(Accelerator):
             if not place.is_dir():
                 raise ValueError(f"{place} is not there: give what its own save_state wrote")
             zero.load_checkpoint(place)
-            zero.resume_from = place.parent
         with self._without_zeros():
             super().load_state(input_dir, *args, **kwargs)  # last, as its random numbers count
 

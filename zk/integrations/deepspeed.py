@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from zk.checkpoint import folders
 from zk.checkpoint.files import write_durably
 from zk.config import ZeroConfig
-from zk.core.precision import DynamicLossScale
 from zk.logs import log
 from zk.optimizer import ZeroOptimizer
-from zk.parallel.comm import together, world_to_join
+from zk.parallel.comm import Comm, connect
+from zk.precision import DynamicLossScale
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 _BATCH = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"]
@@ -103,6 +103,7 @@ def _zero_config(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Zer
 
 
 def from_deepspeed(config: Config, auto: Any, overrides: Mapping[str, Any]) -> ZeroConfig:
+    """What ``ZeroConfig.from_deepspeed`` does."""
     clip = ["gradient_clipping"] * ("clip_grad_norm" in overrides)
     return _zero_config(_read(config, auto, [*_BATCH, "optimizer", "scheduler", *clip]), overrides)
 
@@ -133,7 +134,7 @@ class Engine(nn.Module):
         super().__init__()
         self.module, self.optimizer, self.lr_scheduler = model, optimizer, scheduler
         self.micro_steps = 0
-        self.device, self.global_rank = optimizer.device, optimizer.everyone.rank
+        self.device, self.global_rank = optimizer.config.device, optimizer._layout.comm.rank
         vars(self).update({name: lambda n=n: n for name, n in zip(_BATCH, sizes, strict=True)})
 
     def __getattr__(self, name: str) -> Any:
@@ -158,10 +159,10 @@ class Engine(nn.Module):
     def step(self) -> None:
         """At the last micro-batch of a step: update; step the scheduler unless it is skipped."""
         if self.is_gradient_accumulation_boundary():
-            before = self.optimizer.counters["steps"]
+            before = self.optimizer.num_steps
             self.optimizer.step()
             self.optimizer.zero_grad()
-            if self.lr_scheduler is not None and self.optimizer.counters["steps"] > before:
+            if self.lr_scheduler is not None and self.optimizer.num_steps > before:
                 self.lr_scheduler.step()
         self.micro_steps += 1
 
@@ -170,21 +171,21 @@ class Engine(nn.Module):
 
     @property
     def global_steps(self) -> int:
-        return sum(self.optimizer.counters[name] for name in ("steps", "skipped_steps"))
+        return int(self.optimizer.num_steps + self.optimizer.skipped_steps)
 
     def save_checkpoint(self, save_dir: Any, tag: Any = None, client_state: Any = None) -> None:
         """Save into ``save_dir/tag``, or ``global_stepN``, which ``latest`` names. On all ranks."""
         root, tag = Path(save_dir), str(tag or f"global_step{self.global_steps}")
         extra = {"client_state": client_state or {}}
         self.optimizer.save_checkpoint(root / tag, scheduler=self.lr_scheduler, extra=extra)
-        with together(self.optimizer.everyone, "save_checkpoint()"):  # no rank reads it before
+        with self.optimizer._layout.comm.together("save_checkpoint()"):  # no rank reads it before
             if self.global_rank == 0:
                 write_durably(root / "latest", tag.encode())
 
     def load_checkpoint(self, load_dir: Any, tag: Any = None) -> tuple[str | None, Any]:
         """Resume from ``tag``, or the latest; the folder and client_state, or (None, None)."""
         tag = str(tag or folders.named(Path(load_dir)))
-        tag = self.optimizer.everyone.exchange(tag, "load_checkpoint()")[0]
+        tag = self.optimizer._layout.comm.words("load_checkpoint()", tag)[0]
         if not tag:
             log.warning("%s has no checkpoint; nothing was loaded", load_dir)
             return None, None
@@ -215,7 +216,8 @@ def initialize(
         overrides = {"device": f"cuda:{rank}", **overrides}
     values = _read(config, {}, ["optimizer"] if optimizer else [])
     zero = _zero_config(values, overrides)
-    sizes = _batch_sizes(values, world_to_join(zero.process_group))
+    connect()
+    sizes = _batch_sizes(values, Comm(zero.process_group).size)
     if optimizer is None:
         named = {name.rpartition(".")[2]: values[name] for name in values if ".params." in name}
         adam = torch.optim.AdamW if named.pop("adam_w_mode", True) else torch.optim.Adam

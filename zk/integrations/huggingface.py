@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,13 +16,12 @@ import transformers as tf
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
-from zk.checkpoint import interrupted
 from zk.checkpoint.export import export
 from zk.config import ZeroConfig
-from zk.core.memory import host_memory
 from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
 from zk.integrations.deepspeed import is_deepspeed
-from zk.logs import log
+from zk.logs import log, say
+from zk.memory import host_memory
 from zk.nn.pretrained import load_pretrained
 from zk.optimizer import ZeroOptimizer
 from zk.tools.metrics import Rates, loggable
@@ -67,6 +67,7 @@ class ZeroTrainerMixin:
     zero: Any = None  # the ZeroOptimizer, once there is one
     optimizer: Any
     _rates: Rates | None = None  # since the first step of a run
+    _resume_from: Path | None = None  # the newest checkpoint
     _state_is_saved = False  # in the checkpoint that is being written
 
     def __init__(self, *args: Any, zero: Any = None, **kwargs: Any) -> None:
@@ -118,7 +119,7 @@ class ZeroTrainerMixin:
             return super().train(*args, **kwargs)
         except KeyboardInterrupt as error:
             if self.zero is not None:
-                interrupted.tell(error, self.zero)
+                _tell(error, self.zero, self._resume_from)
             raise
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +154,7 @@ class ZeroTrainerMixin:
                 shutil.rmtree(folder / FOLDER)  # of an earlier run; it would win over these weights
             self.accelerator.wait_for_everyone()  # before anybody writes there
         zero, self._state_is_saved = self.zero, False
-        if zero is None or zero.closed or zero.config.stage != 3:
+        if zero is None or not zero._runtime.stores or zero.config.stage != 3:
             super().save_model(output_dir, _internal_call)
             return
         names = self._names_to_save()
@@ -189,10 +190,9 @@ class ZeroTrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir)
-        if not self._state_is_saved:  # the base of an adapter stays where it came from
-            is_adapter = self._names_to_save() is not None
-            self.zero.save_checkpoint(folder / FOLDER, frozen=not is_adapter)
-        self.zero.resume_from = folder
+        if not self._state_is_saved:
+            self.zero.save_checkpoint(folder / FOLDER)
+        self._resume_from = folder
         if self.args.should_save:
             with warnings.catch_warnings(action="ignore", category=UserWarning):  # on the optimizer
                 torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
@@ -217,10 +217,24 @@ class ZeroTrainerMixin:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         self.zero.load_checkpoint(folder / FOLDER)
-        self.zero.resume_from = folder
+        self._resume_from = folder
         state = torch.load(folder / SCHEDULER, weights_only=True)
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             self.lr_scheduler.load_state_dict(state)
+
+
+def _tell(error: BaseException, zero: ZeroOptimizer, saved: Path | None) -> None:
+    """Show one line instead of the traceback of ``error``, if it ends the program."""
+    resume = f"resume from {saved}" if saved else "there is no checkpoint to resume from"
+    steps, before = zero.num_steps + zero.skipped_steps, sys.excepthook
+
+    def hook(kind: Any, raised: BaseException, trace: Any) -> None:
+        if raised is not error:
+            before(kind, raised, trace)
+        elif zero._layout.comm.rank == 0:
+            say(f"\nzk: stopped after step {steps}; {resume}", always=True)
+
+    sys.excepthook = hook
 
 
 def _short(on_log: Callable[..., Any], *args: Any, logs: dict[str, Any], **kwargs: Any) -> Any:

@@ -22,13 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zk.checkpoint import load
+from zk.checkpoint import folders
+from zk.checkpoint.contents import Checkpoint
+from zk.checkpoint.manifest import buffers_of, cuts_of
 from zk.config import ZeroConfig
-from zk.core.memory import host_memory, ranks_here
 from zk.logs import log
+from zk.memory import host_memory
 from zk.nn.deferred import deferred_init
-from zk.optimizer import ZeroOptimizer
-from zk.parallel.released import is_released, unmark
+from zk.optimizer import NoGradient, ZeroOptimizer
+from zk.parallel.gather import place_of
 
 NAMES: dict[str, dict[str, Any]] = {  # of a strategy: fields of ZeroConfig
     "zk": {},
@@ -65,8 +67,14 @@ class ZeroPrecision(_Precision):  # type: ignore[misc]
 
     def backward(self, tensor: Tensor, model: Any, _: Any, *args: Any, **kwargs: Any) -> None:
         zero = model.trainer.strategy.zero
-        with contextlib.nullcontext(tensor) if zero is None else zero.scaled(tensor) as loss:
-            model.backward(loss, *args, **kwargs)
+        if zero is None or zero._scaler.scale == 1.0:
+            model.backward(tensor, *args, **kwargs)
+        else:  # past ``backward`` of the module, which does not know of the scale
+            zero.backward(tensor, *args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(NoGradient):  # training_step may return None
+            return super().optimizer_step(*args, **kwargs)
 
 
 class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
@@ -139,10 +147,9 @@ class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             if [type(each).__name__ for each in self.optimizers] in ([], ["_MockOptimizer"]):
                 raise ValueError("configure_optimizers must return one optimizer; got none")
             self.zero = ZeroOptimizer(module, self.optimizers[0], config)
-            self.zero._without_gradient = lambda: None  # training_step may return None
             self.optimizers = [self.zero]
         elif next(module.parameters(), None) is not None:  # nothing is updated
-            config = replace(config, state_dtype="fp32", overlap_step=False, keep_gradients=True)
+            config = replace(config, options={})
             self.zero = ZeroOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.0), config)
         if self._pending is not None:
             self.load_model_state_dict(*self._pending)
@@ -198,7 +205,7 @@ class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         file = path / _REST if path.is_dir() else path
         checkpoint: dict[str, Any] = super().load_checkpoint(file, *args, **kwargs)
         if file != path:
-            checkpoint[_STEP] = load.find(path / checkpoint[_STEP])
+            checkpoint[_STEP] = folders.find(path / checkpoint[_STEP])
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -210,14 +217,28 @@ class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         elif self._fitting:
             self.zero.load_checkpoint(checkpoint[_STEP])
         else:
-            load.load_model(self.zero, checkpoint[_STEP])
+            self._load_model(checkpoint[_STEP])
+
+    def _load_model(self, folder: Path) -> None:
+        """Parameters and buffers alone, to be evaluated."""
+        zero = self.zero
+        places: Any = {n: place_of(param) for n, param in zero.model.named_parameters()}
+        with zero._layout.comm.together(f"loading {folder}"), Checkpoint(folder) as saved:
+            cuts = cuts_of(zero.model)
+            for name, (store, index) in places.items():
+                value = saved.whole(saved.weights[cuts[name].whole], "param")[cuts[name].place]
+                store.write("master" if store.unit.is_trained else "param", index, value)
+            for name, buffer in buffers_of(zero):
+                buffer.copy_(saved.buffer(name))
+        for store in zero._runtime.stores:
+            store.publish()
 
     def teardown(self) -> None:
         zero, self.zero, self._pending = self.zero, None, None
         module = self._lightning_module
-        if zero is not None and not zero.closed:
+        if zero is not None and zero._runtime.stores:
             self._end(zero)
-            if any(is_released(param) for param in zero.model.parameters()):
+            if not self._is_whole:
                 self._lightning_module = None  # Lightning would move it to the CPU
         try:
             super().teardown()
@@ -227,20 +248,21 @@ class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     def _end(self, zero: ZeroOptimizer) -> None:
         """Close the optimizer. Its model is whole then, if half of free host memory holds it."""
         values: dict[str, Tensor] = {}
-        world, model = zero.comm.world, zero.model
+        comm, model = zero._layout.comm, zero.model
+        local = min(comm.size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         try:
-            others_wait = world > 1 and self.lightning_module.trainer.interrupted
-            if not zero.integrity.interrupted and not others_wait:
-                nbytes = ranks_here(world) * 4 * sum(param.numel() for param in model.parameters())
-                if any(zero.comm.ranks_with([nbytes > host_memory()[1] // 2])):
+            others_wait = comm.size > 1 and self.lightning_module.trainer.interrupted
+            if not zero._torn and not others_wait:
+                nbytes = local * 4 * sum(param.numel() for param in model.parameters())
+                if any(comm.words("the end", nbytes > host_memory()[1] // 2)):
                     log.warning("the model does not fit in half of host memory; it stays sharded")
                 else:
                     values = zero.consolidated_state_dict(self.precision_plugin.master_dtype)
         finally:
-            zero.close()
+            self._is_whole = bool(values) or zero.config.stage != 3
+            zero.close(gather=self._is_whole)
         model.__dict__.pop("forward", None)  # of a step that did not begin
         for name, param in model.named_parameters() if values else ():
-            unmark(param)
             param.grad, param.data = None, values[name]
         for name, buffer in model.named_buffers():
             buffer.data = buffer.data.to(self._dtypes.get(name, buffer.dtype))
