@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ def test_what_zk_cannot_do_is_refused_with_a_remedy(config: dict[str, Any], mess
 )
 def test_batch_sizes(sizes: Any, world: int, expected: Any, monkeypatch: Any) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    monkeypatch.setattr("zk.integrations.deepspeed.world_to_join", lambda group: world)
+    monkeypatch.setattr("zk.integrations.deepspeed.Comm", lambda group: SimpleNamespace(size=world))
     config, model = dict(zip(names, sizes, strict=True)), nn.Linear(2, 2)
     refused = pytest.raises(ValueError, match=expected) if isinstance(expected, str) else None
     with refused or contextlib.nullcontext():
@@ -235,8 +236,8 @@ def test_an_fp16_step_that_overflows_leaves_the_schedule_where_it_is() -> None:
     for step in range(30):
         engine.backward(loss_of(engine, batch(step)))
         engine.step()
-        assert rate_of(engine) == 1e-2 * 0.5 ** engine.optimizer.counters["steps"]
-    assert 5 < engine.optimizer.counters["skipped_steps"] < 30 == engine.global_steps
+        assert rate_of(engine) == 1e-2 * 0.5 ** engine.optimizer.num_steps
+    assert 5 < engine.optimizer.skipped_steps < 30 == engine.global_steps
     engine.optimizer.close()
 
 
@@ -295,7 +296,7 @@ def run_two_ranks(stage: int, root: str) -> list[Any]:
     config: dict[str, Any] = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0}
     config[ZERO] = {"stage": stage}
     engine, optimizer, _, _ = zk.initialize(model, adamw(model.parameters()), config=config)
-    rank = optimizer.comm.rank  # there is no LOCAL_RANK: it is the device that the program chose
+    rank = optimizer._layout.comm.rank  # there is no LOCAL_RANK: it is the device that the program chose
     assert engine.device.index == (rank if DEVICE.type == "cuda" else None)
     for index in range(6):
         x = torch.randn(2, 2, 5, generator=torch.Generator().manual_seed(index))[rank]

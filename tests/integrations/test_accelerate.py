@@ -170,6 +170,7 @@ def test_a_state_is_written_over_and_hooks_get_the_models(tmp_path: Path) -> Non
     for seed in range(3):
         accelerator.backward(loss_of(model, batch(seed)))
         optimizer.step()
+        optimizer.zero_grad()
         accelerator.save_state(str(tmp_path))
     accelerator.load_state(str(tmp_path))
     assert seen == [(1, 0)] * 4

@@ -484,8 +484,8 @@ def test_a_second_run_begins_with_a_new_model_where_there_is_a_model_init(tmp_pa
         trainer.train()
         runs.append((trainer.zero, history(trainer)))
     assert runs[0][1] == runs[1][1]
-    assert runs[0][0].closed
-    assert not runs[1][0].closed
+    assert not runs[0][0]._runtime.stores
+    assert runs[1][0]._runtime.stores
 
 
 @pytest.mark.parametrize("family", ("t5", "mixtral"))

@@ -142,7 +142,7 @@ def test_every_name_trains_as_the_stock_trainer_and_leaves_a_plain_model(
     assert values[0] == values[1] and same_weights(module, reference)
     ids = batch(3).to(next(reference.parameters()).device)
     assert torch.equal(module(ids), reference(ids)) and not list(drive.iterdir())
-    assert module.trainer.strategy.model is module and module.trainer.optimizers[0].closed
+    assert module.trainer.strategy.model is module and not module.trainer.optimizers[0]._runtime.stores
 
 
 class Skips(Language):
@@ -208,9 +208,9 @@ def test_bf16_has_fp32_masters(precision: str, autocast: bool) -> None:
 def test_fp16_has_one_loss_scale_which_zk_moves() -> None:
     scale = zk.DynamicLossScale(init=2.0**24, hysteresis=1)
     module = fit(zl.ZeroStrategy(stage=3, loss_scale=scale), 8, NoSchedule, precision="16-true")
-    counters = module.trainer.optimizers[0].counters
-    assert 1 <= counters["skipped_steps"] <= 7
-    assert counters["steps"] == 8 - counters["skipped_steps"]
+    optimizer = module.trainer.optimizers[0]
+    assert 1 <= optimizer.skipped_steps <= 7
+    assert optimizer.num_steps == 8 - optimizer.skipped_steps
 
 
 class Configured(Language):
@@ -222,11 +222,12 @@ class Configured(Language):
         if self.model is None:
             torch.manual_seed(7)
             self.model = GPT()
-            self.was_deferred = self.model.norm.weight.device.type == "meta"
+            self.was_deferred = self.model.norm.weight.is_meta
 
 
 @pytest.mark.device
-def test_configure_model_builds_without_memory_and_trains_the_same(tmp_path: Path) -> None:
+def test_configure_model_builds_without_memory_and_trains_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zk.nn.deferred.SMALL", 0)
     reference = fit(module=Configured)
     for strategy in ON_DEVICE:
         module = fit(strategy, module=Configured)
@@ -276,8 +277,7 @@ def test_where_the_whole_model_has_no_room_it_stays_sharded_and_says_so(
     monkeypatch.setattr("zk.integrations.lightning.host_memory", lambda: free)
     module = fit("zk_stage_3_offload_nvme")
     assert "the model does not fit in half of host memory; it stays sharded" in caplog.text
-    with pytest.raises(RuntimeError, match="partitioned when the optimizer was closed"):
-        module(batch(3))
+    assert all(param.isnan().all() for param in module.parameters())
 
 
 class Manual(Language):
@@ -327,7 +327,7 @@ def test_old_checkpoints_are_removed_and_the_last_is_a_link(tmp_path: Path) -> N
     fit("zk_stage_3_offload", callbacks=[keep])
     found = sorted(path.name for path in tmp_path.iterdir())
     assert len(found) == 3 and found[0] == "last.ckpt" and (tmp_path / "last.ckpt").is_symlink()
-    inside = sorted(path.name for path in Path(keep.best_model_path).iterdir())
+    inside = sorted(path.name for path in Path(keep.best_model_path).glob("[!.]*"))
     assert inside[:2] == ["latest", "lightning.ckpt"] and len(inside) == 3
 
 

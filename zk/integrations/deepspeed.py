@@ -134,7 +134,7 @@ class Engine(nn.Module):
         super().__init__()
         self.module, self.optimizer, self.lr_scheduler = model, optimizer, scheduler
         self.micro_steps = 0
-        self.device, self.global_rank = optimizer.config.device, optimizer._layout.comm.rank
+        self.device, self.global_rank = optimizer._layout.device, optimizer._layout.comm.rank
         vars(self).update({name: lambda n=n: n for name, n in zip(_BATCH, sizes, strict=True)})
 
     def __getattr__(self, name: str) -> Any:

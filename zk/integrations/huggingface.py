@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,10 +16,11 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from zk.checkpoint.export import export
+from zk.checkpoint.interrupted import tell
 from zk.config import ZeroConfig
 from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
 from zk.integrations.deepspeed import is_deepspeed
-from zk.logs import log, say
+from zk.logs import log
 from zk.memory import host_memory
 from zk.nn.pretrained import load_pretrained
 from zk.optimizer import ZeroOptimizer
@@ -119,7 +119,7 @@ class ZeroTrainerMixin:
             return super().train(*args, **kwargs)
         except KeyboardInterrupt as error:
             if self.zero is not None:
-                _tell(error, self.zero, self._resume_from)
+                tell(error, self.zero, self._resume_from)
             raise
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -221,20 +221,6 @@ class ZeroTrainerMixin:
         state = torch.load(folder / SCHEDULER, weights_only=True)
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             self.lr_scheduler.load_state_dict(state)
-
-
-def _tell(error: BaseException, zero: ZeroOptimizer, saved: Path | None) -> None:
-    """Show one line instead of the traceback of ``error``, if it ends the program."""
-    resume = f"resume from {saved}" if saved else "there is no checkpoint to resume from"
-    steps, before = zero.num_steps + zero.skipped_steps, sys.excepthook
-
-    def hook(kind: Any, raised: BaseException, trace: Any) -> None:
-        if raised is not error:
-            before(kind, raised, trace)
-        elif zero._layout.comm.rank == 0:
-            say(f"\nzk: stopped after step {steps}; {resume}", always=True)
-
-    sys.excepthook = hook
 
 
 def _short(on_log: Callable[..., Any], *args: Any, logs: dict[str, Any], **kwargs: Any) -> Any:
