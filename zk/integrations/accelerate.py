@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from zk.config import ZeroConfig
 from zk.integrations.deepspeed import is_deepspeed
 from zk.optimizer import ZeroOptimizer
+from zk.options import require
 from zk.parallel.runtime import RUNTIMES
 from zk.tools.metrics import Rates, loggable
 
+KINDS = "NO", "MULTI_GPU", "MULTI_CPU"  # of accelerate, that zk may be in
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # by mixed_precision
 FOLDER = "zk"  # of our checkpoint, in a folder of accelerate's or the Trainer's
 HOOKS = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
@@ -29,6 +31,13 @@ def zero_of(model: Any) -> ZeroOptimizer | None:
     params = list(model.parameters()) if isinstance(model, nn.Module) else []
     owners = (r.owner() for r in RUNTIMES if any(param in r.store_of for param in params))
     return next(owners, None)
+
+
+def config_of(zero: Any, auto: Mapping[str, Any], **overrides: Any) -> ZeroConfig:
+    """The config that ``zero=`` means: itself, its fields, DeepSpeed's JSON; None is all defaults."""
+    if is_deepspeed(zero):
+        return ZeroConfig.from_deepspeed(zero, auto=auto, **overrides)
+    return zero if isinstance(zero, ZeroConfig) else ZeroConfig(**(zero or {}))
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -48,8 +57,7 @@ class _Prepared(AcceleratedOptimizer):
     def step(self, closure: Any = None) -> None:
         before = self.optimizer.skipped_steps
         super().step(closure)
-        if self.gradient_state.sync_gradients:
-            self._is_overflow = self.optimizer.skipped_steps > before
+        self._is_overflow = self.optimizer.skipped_steps > before
 
 
 class ZeroAccelerator(Accelerator):
@@ -69,30 +77,29 @@ class ZeroAccelerator(Accelerator):
 
     def __init__(self, *args: Any, zero: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if is_deepspeed(zero):
-            auto = {f"{name}.enabled": self.mixed_precision == name for name in ("bf16", "fp16")}
-            zero = ZeroConfig.from_deepspeed(zero, auto={"gradient_clipping": 0, **auto})
-        self.adopt(zero)
+        auto = {f"{name}.enabled": self.mixed_precision == name for name in ("bf16", "fp16")}
+        auto["gradient_clipping"] = False
+        self.adopt(None if zero is None else config_of(zero, auto))
 
-    def adopt(self, zero: ZeroConfig | Mapping[str, Any] | None) -> None:
+    def adopt(self, config: ZeroConfig | None) -> None:
         """Take precision over from accelerate. ValueError where its settings contradict zk's."""
         kind, precision = str(self.distributed_type).rpartition(".")[2], self.mixed_precision
-        if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
-            raise ValueError(f"zk does what distributed_type {kind} does; leave that out")
-        if self.state.dynamo_plugin.backend.value not in (None, "NO"):
-            raise ValueError("dynamo_backend compiles the whole model; compile its blocks instead")
-        if precision not in DTYPES:
-            raise ValueError(f"mixed_precision must be 'no', 'bf16' or 'fp16'; got {precision!r}")
-        asked = DTYPES[precision]
-        config = zero if isinstance(zero, ZeroConfig) else ZeroConfig(**(zero or {}))
-        is_autocast = config.dtype == torch.float32 and asked == torch.bfloat16
-        if config.dtype is None:
-            config = dataclasses.replace(config, dtype=asked)
-        elif asked not in (None, config.dtype) and not is_autocast:
-            both = f"mixed precision is {precision!r} and ZeroConfig.dtype {config.dtype}"
-            raise ValueError(f"{both}; leave dtype out, or give the same")
-        self.zero = None if zero is None else config
-        if zero is not None and not is_autocast:
+        backend, asked = self.state.dynamo_plugin.backend.value, DTYPES.get(precision)
+        dtype = getattr(config, "dtype", None) or asked
+        is_autocast = (dtype, asked) == (torch.float32, torch.bfloat16)
+        for holds, rule in (
+            (kind in KINDS, f"zk does what distributed_type {kind} does; leave that out"),
+            (backend in (None, "NO"), "dynamo_backend compiles all; compile its blocks instead"),
+            (precision in DTYPES, f"mixed_precision must be one of {[*DTYPES]}; got {precision!r}"),
+            (
+                asked in (None, dtype) or is_autocast,
+                f"mixed precision is {precision!r} and ZeroConfig.dtype {dtype}; leave dtype out, or "
+                "give the same",
+            ),
+        ):
+            require(holds, rule)
+        self.zero = config and dataclasses.replace(config, dtype=dtype)
+        if config is not None and not is_autocast:
             self.native_amp, self.scaler = False, None
 
     def zero_here(self) -> ZeroConfig:
@@ -111,12 +118,11 @@ class ZeroAccelerator(Accelerator):
             return one
         params = {param for group in one.param_groups for param in group["params"]}
         models = [model for model in among if isinstance(model, nn.Module)]
-        model = next((m for m in models if not params.isdisjoint(m.parameters())), None)
-        if model is None:
-            raise ValueError("prepare() got an optimizer without its model; pass both in one call")
-        if not params.issubset(model.parameters()):
-            raise ValueError("an optimizer has two models' parameters; make one optimizer for each")
-        return ZeroOptimizer(model, one, self.zero_here())
+        models = [model for model in models if not params.isdisjoint(model.parameters())]
+        require(models, "prepare() got an optimizer without its model; pass both in one call")
+        is_one = params.issubset(models[0].parameters())
+        require(is_one, "an optimizer has two models' parameters; make one optimizer for each")
+        return ZeroOptimizer(models[0], one, self.zero_here())
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if zero_of(model) is not None:  # without DDP, and where it is
@@ -126,8 +132,8 @@ class ZeroAccelerator(Accelerator):
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         if not isinstance(optimizer, ZeroOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
-        if self.scaler is not None:
-            raise ValueError("mixed_precision='fp16' has torch's scaler; give zero=ZeroConfig()")
+        rule = "mixed_precision='fp16' has torch's scaler; give zero=ZeroConfig()"
+        require(self.scaler is None, rule)
         self._rates = Rates(optimizer)
         self._optimizers.append(_Prepared(optimizer, device_placement=False))
         return self._optimizers[-1]
@@ -143,9 +149,10 @@ class ZeroAccelerator(Accelerator):
 
     def no_sync(self, model: nn.Module) -> Any:
         """At stages 0 and 1 gradients stay on their rank; at 2 and 3 each backward reduces them."""
-        if (zero := zero_of(model)) is None:
+        zero = zero_of(model)
+        if zero is None or zero.config.stage > 1:
             return super().no_sync(model)
-        return zero.no_sync() if zero.config.stage < 2 else contextlib.nullcontext()
+        return zero.no_sync()
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """accelerate's, with the rates since the last call (``zk/step_s``, ...)."""
@@ -171,8 +178,7 @@ class ZeroAccelerator(Accelerator):
             folders = Path(self.project_dir, "checkpoints").iterdir()  # the latest is meant
             input_dir = str(max(folders, key=lambda path: int(path.name.rpartition("_")[2])))
         for place, zero in () if input_dir is None else self._places(input_dir):
-            if not place.is_dir():
-                raise ValueError(f"{place} is not there: give what its own save_state wrote")
+            require(place.is_dir(), f"{place} is not there: give what its own save_state wrote")
             zero.load_checkpoint(place)
         with self._without_zeros():
             super().load_state(input_dir, *args, **kwargs)  # last, as its random numbers count

@@ -19,6 +19,7 @@ from zk.checkpoint.files import write_durably
 from zk.config import ZeroConfig
 from zk.logs import log
 from zk.optimizer import ZeroOptimizer
+from zk.options import require
 from zk.parallel.comm import Comm, connect
 from zk.precision import DynamicLossScale
 
@@ -43,8 +44,8 @@ _NEEDLESS = """activation_checkpointing aio allgather_bucket_size allgather_part
 
 
 def _flat(section: Any, above: str = "") -> Iterator[tuple[str, str, Any]]:  # name, written, value
-    if not isinstance(section, Mapping):
-        raise ValueError(f"{above or 'the config'} must be an object, {{...}}; got {section!r}")
+    rule = f"{above or 'the config'} must be an object, {{...}}; got {section!r}"
+    require(isinstance(section, Mapping), rule)
     for key, value in section.items():
         written = f"{above}.{key}".lstrip(".")
         name = written.replace("bfloat16", "bf16").replace(".stage3_", ".")
@@ -61,22 +62,20 @@ def _read(config: Config, auto: Mapping[str, Any], unused: Collection[str]) -> d
             config = json.loads(Path(config).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError) as error:
             raise ValueError(f"the config must be a dict or a JSON file; got {error}") from error
-    values, others = dict[str, Any](), set[str]()
+    values, others, needless = dict[str, Any](), set[str](), _NEEDLESS.split()
     for name, written, value in _flat(config):
         place, key = name.partition(".")[0], name.rpartition(".")[2]
         if name in _USED and place not in unused:
             values[name] = auto.get(name, value) if value == "auto" else value
-            if values[name] == "auto":
-                raise ValueError(f'{written} is "auto", which nothing fills in: write a value')
-        elif value in (False, {}, {"enabled": False}, "auto"):
-            continue  # it asks for nothing
-        elif place in unused or key in _NEEDLESS.split():
-            others.add(f"  {place if place in unused else written}")
-        else:
-            known = {*".".join(_USED).split("."), *_NEEDLESS.split()}
+            rule = f'{written} is "auto", which nothing fills in: write a value'
+            require(values[name] != "auto", rule)
+        elif value not in (False, {}, {"enabled": False}, "auto"):  # those ask for nothing
+            known = {*".".join(_USED).split("."), *needless}
             close = _INSTEAD.get(key) or "".join(difflib.get_close_matches(key, known, 1, 0.7))
             remedy = f"write {close!r}, or remove it" if close else "remove it"
-            raise ValueError(f"zk has no setting {written!r}; got {value!r}: {remedy}")
+            rule = f"zk has no setting {written!r}; got {value!r}: {remedy}"
+            require(place in unused or key in needless, rule)
+            others.add(f"  {place if place in unused else written}")
     if others:
         log.warning("zk does not use these settings of the JSON:\n%s", "\n".join(sorted(others)))
     return values
@@ -90,10 +89,11 @@ def _zero_config(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Zer
         fields[f"{field}_tier"] = {"none": "device", "cpu": "host"}.get(device, device)
         if device == "nvme" and (path := values.get(f"{section}.nvme_path")):
             fields["nvme_path"] = list(dict.fromkeys([*fields.get("nvme_path", []), path]))
-    asked = [values.get(f"{name}.enabled", False) for name in ("bf16", "fp16")]
-    if asked not in ([False, False], [True, False], [False, True]):
-        raise ValueError(f"bf16 and fp16 must be true or false, and one of them false; got {asked}")
-    fields["dtype"] = "bf16" if asked[0] else "fp16" if asked[1] else None
+    asked = values.get("bf16.enabled", False), values.get("fp16.enabled", False)
+    dtypes = {(False, False): None, (True, False): "bf16", (False, True): "fp16"}
+    rule = f"bf16 and fp16 must be true or false, and one of them false; got {asked}"
+    require(asked in [*dtypes], rule)
+    fields["dtype"] = dtypes[asked]
     if asked[1]:
         scale = {_SCALE[key]: value for key in _SCALE if (value := values.get(f"fp16.{key}"))}
         scale["init"] = 2.0 ** values.get("fp16.initial_scale_power", 16)
@@ -116,14 +116,15 @@ def is_deepspeed(zero: Any) -> bool:
 def _batch_sizes(values: Mapping[str, Any], world: int) -> tuple[int, int, int]:
     """The three of ``_BATCH``: what is missing is computed as DeepSpeed does."""
     train, micro, count = (values.get(name) for name in _BATCH)
-    if not train and not micro:
-        raise ValueError(f"the config has no batch size: write {_BATCH[1]}")
+    require(train or micro, f"the config has no batch size: write {_BATCH[1]}")
     count = count or (train // (micro * world) if train and micro else 1)
     micro = micro or (train or 0) // (count * world)
     train = train or micro * count * world
-    if not train == micro * count * world > 0:
-        rule = f"{_BATCH[0]} must be {_BATCH[1]} x {_BATCH[2]} x ranks"
-        raise ValueError(f"{rule}; got {train}, {micro}, {count} and {world}: write two of them")
+    require(
+        train == micro * count * world > 0,
+        f"{_BATCH[0]} must be {_BATCH[1]} x {_BATCH[2]} x ranks; got {train}, {micro}, {count} and "
+        f"{world}: write two of them",
+    )
     return train, micro, count
 
 
@@ -140,9 +141,9 @@ class Engine(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name == "module":
             return super().__getattr__(name)
-        if not hasattr(self.module, name):
-            ours = "param_groups, metrics(), config, no_sync() and consolidated_state_dict()"
-            raise AttributeError(f"the engine has no {name!r}; engine.optimizer has {ours}")
+        ours = "param_groups, metrics(), config, no_sync() and consolidated_state_dict()"
+        rule = f"the engine has no {name!r}; engine.optimizer has {ours}"
+        require(hasattr(self.module, name), rule, AttributeError)
         return getattr(self.module, name)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -209,25 +210,26 @@ def initialize(
     for name in _INSTEAD.keys() & overrides.keys():
         raise TypeError(f"zk.initialize does not take {name}=: write {_INSTEAD[name]}")
     config = config or getattr(args, "deepspeed_config", None)
-    if config is None or not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a module, config= a path or dict; got {model}, {config}")
+    rule = f"model must be a module, config= a path or dict; got {model}, {config}"
+    require(config is not None and isinstance(model, nn.Module), rule, TypeError)
+    assert config is not None
     if torch.cuda.is_available():
         rank = os.environ.get("LOCAL_RANK", torch.cuda.current_device())
         overrides = {"device": f"cuda:{rank}", **overrides}
     values = _read(config, {}, ["optimizer"] if optimizer else [])
     zero = _zero_config(values, overrides)
+    if "cuda" in str(zero.device):
+        torch.cuda.set_device(zero.device)
     connect()
     sizes = _batch_sizes(values, Comm(zero.process_group).size)
     if optimizer is None:
         named = {name.rpartition(".")[2]: values[name] for name in values if ".params." in name}
         adam = torch.optim.AdamW if named.pop("adam_w_mode", True) else torch.optim.Adam
         kinds: dict[str, Any] = {"adam": adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-        if (kind := kinds.get(str(values.get("optimizer.type")).lower())) is None:
-            raise ValueError("optimizer.type must be Adam, AdamW or SGD; or pass optimizer=")
+        kind = str(values.get("optimizer.type")).lower()
+        require(kind in kinds, "optimizer.type must be Adam, AdamW or SGD; or pass optimizer=")
         named = {"lr": 1e-3, "weight_decay": 0.0, **named}  # with DeepSpeed's defaults
-        optimizer = kind(model_parameters or model.parameters(), **named)
-    if "cuda" in str(zero.device):
-        torch.cuda.set_device(zero.device)
+        optimizer = kinds[kind](model_parameters or model.parameters(), **named)
     wrapped = ZeroOptimizer(model, optimizer, zero)
     scheduler = lr_scheduler(wrapped) if callable(lr_scheduler) else lr_scheduler
     return Engine(model, wrapped, scheduler, sizes), wrapped, None, scheduler

@@ -15,15 +15,14 @@ import transformers as tf
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
+from zk.checkpoint import interrupted
 from zk.checkpoint.export import export
-from zk.checkpoint.interrupted import tell
-from zk.config import ZeroConfig
-from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
-from zk.integrations.deepspeed import is_deepspeed
+from zk.integrations.accelerate import FOLDER, ZeroAccelerator, config_of, unwrapped
 from zk.logs import log
 from zk.memory import host_memory
 from zk.nn.pretrained import load_pretrained
 from zk.optimizer import ZeroOptimizer
+from zk.options import require
 from zk.tools.metrics import Rates, loggable
 
 try:
@@ -73,23 +72,23 @@ class ZeroTrainerMixin:
     def __init__(self, *args: Any, zero: Any = None, **kwargs: Any) -> None:
         arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
         said = getattr(arguments, "zero", None)
-        if said is not None and zero is not None:
-            raise ValueError("ZeroTrainingArguments(deepspeed=) and zero= are both given; keep one")
-        given: Any = said if zero is None else zero
-        if is_deepspeed(given):
-            auto = {f"{name}.enabled": getattr(arguments, name, False) for name in ("bf16", "fp16")}
-            given = ZeroConfig.from_deepspeed(given, auto=auto, clip_grad_norm=None)
-        self._zero_config = given if isinstance(given, ZeroConfig) else ZeroConfig(**(given or {}))
+        both = "ZeroTrainingArguments(deepspeed=) and zero= are both given; keep one"
+        require(said is None or zero is None, both)
+        auto = {f"{name}.enabled": getattr(arguments, name, False) for name in ("bf16", "fp16")}
+        given = next((given for given in (said, zero) if given is not None), None)
+        self._zero_config = config_of(given, auto, clip_grad_norm=None)  # the Trainer clips
         super().__init__(*args, **kwargs)
         for name, remedy in REFUSED.items():
-            if value := getattr(self.args, name, None):
-                raise ValueError(f"TrainingArguments({name}={value!r}) is not for zk; {remedy}")
-        clip, norm = self._zero_config.clip_grad_norm, self.args.max_grad_norm
-        if norm and clip is not None:
-            lost = f"clip_grad_norm={clip} has no effect: the Trainer clips by max_grad_norm={norm}"
-            raise ValueError(f"{lost} of its TrainingArguments; set that, and leave this out")
-        if (gpus := self.args.n_gpu) > 1:
-            raise ValueError(f"one process sees {gpus} GPUs; use torchrun --nproc_per_node {gpus}")
+            value = getattr(self.args, name, None)
+            require(not value, f"TrainingArguments({name}={value!r}) is not for zk; {remedy}")
+        clipped, norm = self._zero_config.clip_grad_norm, self.args.max_grad_norm
+        require(
+            not norm or clipped is None,
+            f"clip_grad_norm={clipped} has no effect: the Trainer clips by max_grad_norm={norm} of its "
+            "TrainingArguments; set that, and leave this out",
+        )
+        gpus = self.args.n_gpu
+        require(gpus < 2, f"one process sees {gpus} GPUs; use torchrun --nproc_per_node {gpus}")
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, (tf.PrinterCallback, tf.ProgressCallback)):
                 callback.on_log = functools.partial(_short, callback.on_log)
@@ -119,7 +118,7 @@ class ZeroTrainerMixin:
             return super().train(*args, **kwargs)
         except KeyboardInterrupt as error:
             if self.zero is not None:
-                tell(error, self.zero, self._resume_from)
+                interrupted.tell(error, self.zero, self._resume_from)
             raise
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
