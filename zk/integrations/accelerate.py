@@ -34,7 +34,7 @@ def zero_of(model: Any) -> ZeroOptimizer | None:
 
 
 def config_of(zero: Any, auto: Mapping[str, Any], **overrides: Any) -> ZeroConfig:
-    """The config that ``zero=`` means: itself, its fields, DeepSpeed's JSON; None is all defaults."""
+    """What ``zero=`` means: a config, its fields, DeepSpeed's JSON, or None for all defaults."""
     if is_deepspeed(zero):
         return ZeroConfig.from_deepspeed(zero, auto=auto, **overrides)
     return zero if isinstance(zero, ZeroConfig) else ZeroConfig(**(zero or {}))
@@ -93,8 +93,8 @@ class ZeroAccelerator(Accelerator):
             (precision in DTYPES, f"mixed_precision must be one of {[*DTYPES]}; got {precision!r}"),
             (
                 asked in (None, dtype) or is_autocast,
-                f"mixed precision is {precision!r} and ZeroConfig.dtype {dtype}; leave dtype out, or "
-                "give the same",
+                f"mixed precision is {precision!r} and ZeroConfig.dtype {dtype}; leave dtype out, "
+                "or give the same",
             ),
         ):
             require(holds, rule)

@@ -59,8 +59,8 @@ class ZeroTrainerMixin:
             zk's loss scale. ``dtype="fp32"`` with ``bf16=True`` means the Trainer's autocast.
         args, kwargs: the Trainer's.
 
-    Checkpoints hold full weights, and the optimizer in ``zk``; logs hold rates under ``zk/``, or all
-    metrics with ``ZK_METRICS=all``. All ranks call ``save_model``, ``evaluate`` and ``predict``.
+    Checkpoints hold full weights, and the optimizer in ``zk``; logs hold rates under ``zk/``, or
+    all metrics with ``ZK_METRICS=all``. All ranks call ``save_model``, ``evaluate`` and ``predict``.
     """
 
     zero: Any = None  # the ZeroOptimizer, once there is one
@@ -84,8 +84,8 @@ class ZeroTrainerMixin:
         clipped, norm = self._zero_config.clip_grad_norm, self.args.max_grad_norm
         require(
             not norm or clipped is None,
-            f"clip_grad_norm={clipped} has no effect: the Trainer clips by max_grad_norm={norm} of its "
-            "TrainingArguments; set that, and leave this out",
+            f"clip_grad_norm={clipped} has no effect: the Trainer clips by max_grad_norm={norm} of "
+            "its TrainingArguments; set that, and leave this out",
         )
         gpus = self.args.n_gpu
         require(gpus < 2, f"one process sees {gpus} GPUs; use torchrun --nproc_per_node {gpus}")
@@ -200,9 +200,9 @@ class ZeroTrainerMixin:
         """Weights come with the optimizer's state, unless the plain Trainer wrote them."""
         folder = Path(resume_from_checkpoint)
         if (folder / FOLDER).is_dir():
-            if (folder / OPTIMIZER).is_file():
-                both = f"{FOLDER}/, of a ZeroTrainer, and {OPTIMIZER}, of the plain Trainer"
-                raise ValueError(f"{folder} has {both}; remove the one that is not meant")
+            both = f"{FOLDER}/, of a ZeroTrainer, and {OPTIMIZER}, of the plain Trainer"
+            rule = f"{folder} has {both}; remove the one that is not meant"
+            require(not (folder / OPTIMIZER).is_file(), rule)
         elif any(param.is_meta for param in self.model.parameters()):
             load_pretrained(self.model, folder)
         else:
