@@ -60,7 +60,7 @@ class ZeroTrainerMixin:
         args, kwargs: the Trainer's.
 
     Checkpoints hold full weights, and the optimizer in ``zk``; logs hold rates under ``zk/``, or
-    all metrics with ``ZK_METRICS=all``. All ranks call ``save_model``, ``evaluate`` and ``predict``.
+    all metrics with ``ZK_METRICS=all``. All ranks call ``save_model``, ``evaluate``, ``predict``.
     """
 
     zero: Any = None  # the ZeroOptimizer, once there is one

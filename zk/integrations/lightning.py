@@ -30,6 +30,7 @@ from zk.logs import log
 from zk.memory import host_memory
 from zk.nn.deferred import deferred_init
 from zk.optimizer import NoGradient, ZeroOptimizer
+from zk.options import require
 from zk.parallel.gather import place_of
 
 NAMES: dict[str, dict[str, Any]] = {  # of a strategy: fields of ZeroConfig
@@ -58,8 +59,8 @@ class ZeroPrecision(_Precision):  # type: ignore[misc]
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
-        if inner.precision not in _DTYPES:
-            raise ValueError(f"precision must be one of {[*_DTYPES]}; got {inner.precision!r}")
+        rule = f"precision must be one of {[*_DTYPES]}; got {inner.precision!r}"
+        require(inner.precision in _DTYPES, rule)
         self.precision, self.dtype = inner.precision, _DTYPES[inner.precision]
         self.master_dtype = "fp32" if self.precision.endswith("mixed") else None
         self.forward_context, self.convert_input = inner.forward_context, inner.convert_input
@@ -136,16 +137,17 @@ class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         self._dtypes = {name: buffer.dtype for name, buffer in module.named_buffers()}
         config = replace(self.config, device=self.root_device, dtype=plugin.dtype)
         if self._fitting:
-            if not module.automatic_optimization:
-                raise ValueError("automatic_optimization must be True; else write a plain loop")
-            for kind in (kind for each in trainer.callbacks for kind in type(each).__mro__):
-                if kind.__name__ in _WRITERS:
-                    raise ValueError(f"{kind.__name__} writes parameters that zk holds; remove it")
+            rule = "automatic_optimization must be True; else write a plain loop"
+            require(module.automatic_optimization, rule)
+            kinds = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
+            for writer in kinds & _WRITERS:
+                raise ValueError(f"{writer} writes parameters that zk holds; remove it")
             if self._layer_sync is not None:
                 self.model = module = self._layer_sync.apply(module)
             self.setup_optimizers(trainer)
-            if [type(each).__name__ for each in self.optimizers] in ([], ["_MockOptimizer"]):
-                raise ValueError("configure_optimizers must return one optimizer; got none")
+            names = [type(each).__name__ for each in self.optimizers]
+            rule = "configure_optimizers must return one optimizer; got none"
+            require(names not in ([], ["_MockOptimizer"]), rule)
             self.zero = ZeroOptimizer(module, self.optimizers[0], config)
             self.optimizers = [self.zero]
         elif next(module.parameters(), None) is not None:  # nothing is updated
@@ -186,8 +188,8 @@ class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         if self.zero is None:
             super().save_checkpoint(checkpoint, path, **options)
             return
-        if checkpoint["state_dict"]:
-            raise ValueError("on_save_checkpoint must leave state_dict alone; use a key of its own")
+        rule = "on_save_checkpoint must leave state_dict alone; use a key of its own"
+        require(not checkpoint["state_dict"], rule)
         if not has_state or not self._fitting:
             weights = self.zero.consolidated_state_dict(self.precision_plugin.master_dtype)
             super().save_checkpoint({**checkpoint, "state_dict": weights}, path, **options)
