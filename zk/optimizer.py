@@ -21,6 +21,7 @@ from zk import addon
 from zk.addon import Seams
 from zk.checks import alike, check_arguments, check_params
 from zk.config import ZeroConfig
+from zk.logs import log
 from zk.memory import trim
 from zk.offload.cpu_adam import default_threads
 from zk.offload.drive import Drive
@@ -227,6 +228,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         overflow = not math.isfinite(self.norm)
         if overflow:  # nothing but the loss scale changes
             self.skipped_steps += 1
+            if self.skipped_steps.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
+                log.warning("skipped a step, as a gradient is not finite (%d so far)", self.skipped_steps)
             for store in self._trained:
                 store.grad.drop()
         else:
