@@ -36,10 +36,10 @@ def test_each_benchmark_runs_once_and_the_report_has_a_row_of_it(tmp_path: Path)
     assert done.returncode == 1 and " 1 failed" in f" {done.stdout.splitlines()[-1]}", done.stdout[-3000:]
     rows = json.loads(found.read_text())
     text = report.table(rows)
-    for system in ("zk_split_master", "torch_fused", "zk_file", "zk_2x2_tiles", "torch_cat"):
+    for system in ("zk_split_master", "torch_fused", "zk_file", "zk_4_tiles", "torch_cat"):
         assert system in text
     if not torch.cuda.is_available():
-        assert "| zk_2x2_tiles (reference) |" in text and "| zk_file |" in text
+        assert "| zk_4_tiles (reference) |" in text and "| zk_file |" in text
     report.plot(rows, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").stat().st_size > 10_000
 
