@@ -198,7 +198,10 @@ def drive(case: Case) -> Iterator[dict[str, object]]:
 def _run(case: Case, engine: str) -> str:
     with drive(case) as options, mock.patch.object(store, "CHUNK_NUMEL", 2048):
         copies, pinned = softgpu.stats["copies"], softgpu.pinned_nbytes() if softgpu.installed() else 0
-        lines = [_run_on(case, engine, options)]
+        with mock.patch.dict(os.environ, {"ZK_CPU_ADAM": engine}):
+            default_engine.cache_clear()
+            lines = [_run_on(case, engine, options)]
+        default_engine.cache_clear()
     if softgpu.installed():
         lines += ["no copies between device and host"] * (case.tier == "host" and softgpu.stats["copies"] == copies)
         lines += softgpu.found() + [f"{nbytes} bytes are still page-locked" for nbytes in [softgpu.pinned_nbytes() - pinned] if nbytes > 0]
@@ -206,8 +209,6 @@ def _run(case: Case, engine: str) -> str:
 
 
 def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
-    os.environ["ZK_CPU_ADAM"] = engine
-    default_engine.cache_clear()
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     scale = 1024.0 if case.dtype == "fp16" else 1.0
     local = case.accumulation > 1 and (world == 1 or case.stage == 1 or case.no_sync)  # of one micro-batch both ways are the same

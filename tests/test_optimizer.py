@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import operator
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +59,7 @@ def test_it_is_an_optimizer_and_its_groups_are_the_users() -> None:
     groups = inner.param_groups
     optimizer = wrap(model, inner)
     assert isinstance(optimizer, torch.optim.Optimizer)
-    assert optimizer.param_groups is groups and optimizer.param_groups[0]["params"][0] is model.head.weight
+    assert all(map(operator.is_, optimizer.param_groups, groups)) and optimizer.param_groups[0]["params"][0] is model.head.weight
     before = model.head.weight.detach().clone()
     groups[0]["lr"], groups[0]["weight_decay"] = 0.0, 0.0
     step(model, optimizer)

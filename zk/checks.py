@@ -228,7 +228,8 @@ def alike(model: nn.Module, groups: list[dict[str, Any]], config: ZeroConfig) ->
     """What must be the same on all ranks, by name; what only this rank could read is its type's."""
     values = {name: value for name, value in vars(config).items() if name not in OWN}
     for number, group in enumerate(groups):
-        values |= {f"param_groups[{number}][{key!r}]": value for key, value in group.items()}
+        options = {key: value for key, value in group.items() if key != "name"}
+        values |= {f"param_groups[{number}][{key!r}]": value for key, value in options.items()}
         values[f"param_groups[{number}]['params']"] = len(group["params"])
     values |= {
         f"parameter {name!r}": f"{tuple(param.shape)} of {param.dtype}"
@@ -245,7 +246,9 @@ def readable(value: Any) -> object:
         return tuple(map(readable, value))
     if isinstance(value, dict):
         return {name: readable(one) for name, one in value.items()}
-    if isinstance(value, Tensor):
-        return value.tolist()
+    if hasattr(value, "tolist"):  # a tensor, or a number of numpy's
+        return readable(value.tolist())
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
     is_known = value is None or isinstance(value, (bool, int, float, str, type, torch.dtype))
     return value if is_known or hasattr(value, "__dataclass_fields__") else type(value).__name__

@@ -443,7 +443,6 @@ def test_a_trainer_of_ones_own_takes_the_mixin_and_an_optimizer_of_ones_own(tmp_
 
 
 def test_a_model_that_was_deferred_gets_its_memory_from_zk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zk.nn.deferred.SMALL", 0)
     torch.manual_seed(0)
     with zk.deferred_init():
         model = FAMILIES["llama"]()
@@ -541,7 +540,6 @@ def test_a_folder_that_is_written_again_is_gone_on_from_as_it_is_now(tmp_path: P
 
 
 def test_a_model_without_memory_takes_the_weights_of_a_plain_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zk.nn.deferred.SMALL", 0)
     plain = made(Trainer, "llama", tmp_path, stop=MIDDLE)
     plain.train()
     with zk.deferred_init():

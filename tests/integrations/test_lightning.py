@@ -227,7 +227,6 @@ class Configured(Language):
 
 @pytest.mark.device
 def test_configure_model_builds_without_memory_and_trains_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zk.nn.deferred.SMALL", 0)
     reference = fit(module=Configured)
     for strategy in ON_DEVICE:
         module = fit(strategy, module=Configured)
