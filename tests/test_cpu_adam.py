@@ -249,6 +249,8 @@ def test_the_environment_names_the_engine_and_the_threads(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("num_threads", (1, 2))
 def test_the_option_num_threads_is_that_of_the_update(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZK_CPU_ADAM", "numba")
+    default_engine.cache_clear()
     seen = set()
     update = cpu_adam_numba.adam
     monkeypatch.setattr(cpu_adam_numba, "adam", lambda fields, step, threads: seen.add(threads) or update(fields, step, threads))

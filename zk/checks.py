@@ -248,7 +248,7 @@ def readable(value: Any) -> object:
         return {name: readable(one) for name, one in value.items()}
     if hasattr(value, "tolist"):  # a tensor, or a number of numpy's
         return readable(value.tolist())
-    if isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
     is_known = value is None or isinstance(value, (bool, int, float, str, type, torch.dtype))
     return value if is_known or hasattr(value, "__dataclass_fields__") else type(value).__name__
