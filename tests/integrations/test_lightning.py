@@ -225,13 +225,11 @@ class Configured(Language):
             self.was_deferred = hasattr(self.model.norm.weight.untyped_storage(), "_zk_promise")
 
 
-@pytest.mark.device
 def test_configure_model_builds_without_memory_and_trains_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = fit(module=Configured)
     for strategy in ON_DEVICE:
         module = fit(strategy, module=Configured)
-        assert module.losses == reference.losses
-        assert module.was_deferred or DEVICE.type != "cpu"  # whose twin has storages of its own
+        assert module.was_deferred and module.losses == reference.losses
     reference.trainer.save_checkpoint(tmp_path / "stock.ckpt")
     fresh = Configured()
     found = trainer("zk_stage_3").validate(fresh, rows(), tmp_path / "stock.ckpt", verbose=False)
