@@ -110,6 +110,15 @@ def unlike_the_first(model: nn.Module, rank: int) -> None:
         param.data.add_(rank)
 
 
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> float:
+    """One step as users of plain torch write it; returns the loss."""
+    loss = loss_of(model, batch(seed))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
 def train(model: nn.Module, optimizer: Any, steps: int = 1, start: int = 0) -> list[float]:
     """Steps of a ZeroOptimizer on the batches ``start`` and on; returns the losses."""
     losses = []

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import zk
-from tests.models import GPT, batch, loss_of
+from tests.models import GPT, batch, loss_of, step
 from tests.programs import Program, rank_of
 from tests.world import free_port, run_world
 
@@ -26,14 +26,6 @@ ROOT = Path(__file__).parent.parent
 def wrap(model: nn.Module, stage: int = 3, **options: object) -> zk.ZeroOptimizer:
     tier = {"param_tier": "host"} if stage == 3 else {}
     return zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **{"stage": stage, "optimizer_tier": "host", **tier, **options})
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> float:
-    loss = loss_of(model, batch(seed))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 def weights(model: nn.Module) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,6 +109,7 @@ def test_a_crash_leaves_what_is_in_nobodys_way(tmp_path: Path) -> None:
     folder = run[1].save_checkpoint(tmp_path)
     want = snapshot(*run[:2])
     folder.rename(tmp_path / ".step-00000001.replaced")  # between two renames
+    shutil.copytree(tmp_path / ".step-00000001.replaced", tmp_path / ".step-00000001.partial")
     (tmp_path / ".step-00000000.0123abcd.partial").mkdir()
     (tmp_path / ".latest.tmp").write_text("half")
     again = make("2-host", tmp_path)

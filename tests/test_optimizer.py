@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Re
 from torch.utils._pytree import tree_leaves
 
 import zk
-from tests.models import GPT, batch, loss_of
+from tests.models import GPT, batch, loss_of, step
 from tests.world import run_world
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
@@ -29,14 +29,6 @@ def adamw(params: list[nn.Parameter] | object) -> torch.optim.AdamW:
 
 def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: object) -> zk.ZeroOptimizer:
     return zk.ZeroOptimizer(model, optimizer or adamw(model.parameters()), **{"optimizer_tier": "host", **options})
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> float:
-    loss = loss_of(model, batch(seed))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 def pair(variant: str = "plain") -> tuple[GPT, GPT]:

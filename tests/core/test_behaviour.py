@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import zk
-from tests.models import GPT, batch, loss_of
+from tests.models import GPT, batch, loss_of, step
 
 STAGES = (0, 1, 2, 3)
 
@@ -29,14 +29,6 @@ def pair(variant: str = "plain", layers: int = 2) -> tuple[nn.Module, nn.Module]
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> float:
-    loss = loss_of(model, batch(seed))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
