@@ -179,7 +179,7 @@ def register_methods(**methods: str) -> None:
 
 
 def found(name: str, registry: dict[str, str], error: type[Exception]) -> Any:
-    """What is registered for ``name``; ``error`` where its module is not there."""
+    """Import what is registered for ``name``; ``error`` where its module is not there."""
     module, attribute = registry[name].split(":")
     try:
         return getattr(importlib.import_module(module), attribute)

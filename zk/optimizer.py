@@ -288,7 +288,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.num_steps += 1
         used = [store for store in self._trained if store.grad.is_taken]
         step = Step(scale, {id(group): options_of(group) for group in self.param_groups})
-        # back and forth: the cache of the drive has what was last
+        # back and forth: buffers of the drive have what was last
         run(used if self.num_steps % 2 else used[::-1], step)
 
     def _update_now(self, stores: list[UnitStore], step: Step) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint has: weights by name, and where every element of them is.
+"""Contents of a checkpoint: weights by name, and where every element of them is.
 
 The format is that of 0.1.0 (version 4).
 """
@@ -62,7 +62,7 @@ class Saved:
 
     @classmethod
     def read(cls, said: dict[str, Any], pieces: dict[str, list[tuple[Piece, str]]]) -> Saved:
-        """What a manifest says of a parameter; 0.1.0 says some of it where it is unusual."""
+        """Read what a manifest says of a parameter; 0.1.0 says some of it where it is unusual."""
         name, shape = said["name"], tuple(said["shape"])
         cut, order = Cut.all_of(name, shape), tuple(said.get("order") or range(len(shape)))
         if whole := said.get("whole"):

@@ -74,7 +74,7 @@ class Written:
 
     @classmethod
     def of(cls, path: Path, each: Callable[..., Iterable[str]] = map) -> Written:
-        """What a file is now: all of it is read, in blocks that ``each`` maps to their checksums."""
+        """State of a file now: all of it is read, in blocks that ``each`` maps to their checksums."""
         with regular(path).open("rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
 

@@ -95,7 +95,7 @@ def whole(root: Path) -> list[Path]:
 
 
 def named(root: Path) -> str:
-    """What ``latest`` in ``root`` names; empty without one."""
+    """Name in ``latest`` of ``root``; empty without one."""
     with contextlib.suppress(OSError, ValueError):
         name = regular(root / LATEST).read_text().strip()
         return name * (name == Path(name).name)
