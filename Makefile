@@ -23,7 +23,7 @@ test-device: $(READY)
 	$(BIN)/python $(PYTEST) -p tests.softgpu.plugin $(ARGS)
 
 # the share of the CUDA path's lines that the tests on the software GPU execute, with what kernels and groups do in host memory
-CUDA_PATH := zk/offload/link.py,zk/offload/tiers.py,zk/offload/drive.py,zk/memory.py,zk/kernels/*.py,zk/parallel/comm.py
+CUDA_PATH := zk/offload/tiers.py,zk/offload/drive.py,zk/memory.py,zk/kernels/*.py,zk/parallel/comm.py
 
 coverage: $(READY)
 	rm -rf runs/coverage

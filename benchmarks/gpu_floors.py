@@ -30,7 +30,7 @@ from zk.kernels.step import AdamStep
 from zk.memory import aligned, host_memory, zeros
 from zk.nn.deferred import default_device
 from zk.offload.cpu_adam import adam_, default_engine
-from zk.offload.link import link_to
+from zk.offload.tiers import link_to
 
 DIRECTIONS = ("host to device", "device to host", "both at once")
 _CPU = torch.device("cpu")

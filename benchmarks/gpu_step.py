@@ -31,7 +31,7 @@ from torch import nn
 import zk
 from zk.memory import peak_nbytes
 from zk.nn.deferred import default_device
-from zk.offload.link import link_to
+from zk.offload.tiers import link_to
 
 CLIP = 1.0
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}

@@ -34,7 +34,6 @@ from tests.mutant import ROOT
 
 # file -> its tests on the software GPU, and on the host
 FILES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "zk/offload/link.py": (("tests/core/test_device.py",), ()),
     "zk/offload/tiers.py": (("tests/core/test_device.py",), ("tests/core/test_tiers.py",)),
     "zk/offload/drive.py": (("tests/core/test_device.py", "-k", "nvme or any_order"), ("tests/core/test_tiers.py",)),
     "zk/offload/file.py": ((), ("tests/core/test_files.py", "tests/core/test_tiers.py")),

@@ -19,7 +19,7 @@ from zk import store
 from zk.config import ZeroConfig, pasted
 from zk.memory import host_memory
 from zk.offload.drive import SPARE, Drive, capacity_of
-from zk.offload.link import LINKS
+from zk.offload.tiers import LINKS
 from zk.options import require
 from zk.parallel.comm import Comm
 from zk.parallel.runtime import GATHERED_IN_BACKWARD

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from zk.memory import empty
-from zk.offload.link import CudaLink, link_to
+from zk.offload.tiers import CudaLink, link_to
 
 from .clock import CPU, Case, Report, copy_gbps, the_gpu
 

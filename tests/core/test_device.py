@@ -22,9 +22,8 @@ from tests.parity import Case, run_case
 from tests.world import run_world
 from zk import kernels, memory, store
 from zk.kernels import reference
-from zk.offload import link as link_module
-from zk.offload.link import link_to
-from zk.offload.tiers import Host
+from zk.offload import tiers as link_module
+from zk.offload.tiers import Host, link_to
 
 if not softgpu.installed():
     pytest.skip("for the software GPU (pytest -p tests.softgpu.plugin)", allow_module_level=True)

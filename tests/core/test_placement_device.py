@@ -17,7 +17,7 @@ from tests import softgpu
 from tests.models import GPT, batch, loss_of
 from zk import kernels, placement
 from zk.kernels import reference
-from zk.offload import link
+from zk.offload import tiers as link
 from zk.placement import Place
 
 if not softgpu.installed():

@@ -22,7 +22,7 @@ from zk import kernels
 from zk.kernels.adam_kernel import _adam_kernel
 from zk.kernels.numerics import grid
 from zk.kernels.step import AdamStep
-from zk.offload.link import TO_DEVICE, TO_HOST, CudaLink, Event, link_to
+from zk.offload.tiers import TO_DEVICE, TO_HOST, CudaLink, Event, link_to
 
 if not softgpu.installed():
     pytest.skip("for the software GPU (pytest -p tests.softgpu.plugin)", allow_module_level=True)
@@ -81,7 +81,7 @@ def test_a_missing_mark_is_reported_with_the_line_of_zk() -> None:
     copy = CudaLink.copy
     with mock.patch.object(CudaLink, "copy", lambda self, stream, kind, target, source, after: copy(self, stream, kind, target, source, ())):
         train(stage=2, optimizer_tier="host")
-    reported("an offload", "reads device memory that", "zk/offload/link.py", "zk/parallel/gradient.py")
+    reported("an offload", "reads device memory that", "zk/offload/tiers.py", "zk/parallel/gradient.py")
 
 
 def test_a_host_that_does_not_wait_is_reported() -> None:
@@ -246,7 +246,7 @@ def test_locking_pages_twice_is_reported_with_the_line_of_zk() -> None:
     memory = torch.ones(1 << 12)
     link.pin(memory)
     link.pin(memory)
-    reported("host memory is registered twice", "zk/offload/link.py")
+    reported("host memory is registered twice", "zk/offload/tiers.py")
     assert link.refuses
     link.refuses = False
     link.unpin(memory)

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from zk.memory import empty, round_up, trim
 from zk.offload.file import File, Request
-from zk.offload.link import Arrival, Event, link_to
-from zk.offload.tiers import ALL, CPU, Chunk, Dtypes, Fields, Then, overlap
+from zk.offload.tiers import ALL, CPU, Arrival, Chunk, Dtypes, Event, Fields, Then, link_to, overlap
 
 Kind = tuple[str, ...]  # the names of fields
 SPARE = 4  # buffers of each kind: one is in use, two are read ahead, one is written behind

@@ -55,7 +55,8 @@ class Comm:
         self.size, self.rank = ranks
         if self.rank < 0:
             raise ValueError(
-                f"rank {dist.get_rank()} is not in process_group; make the optimizer on its ranks only"
+                f"rank {dist.get_rank()} is not in process_group; make the optimizer on its "
+                "ranks only"
             )
         self.of_host = host_group(group or dist.group.WORLD) if self.size > 1 else group
 

@@ -13,15 +13,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from zk.checks import check_call
-from zk.parallel.left import Left, in_backward
-from zk.parallel.saved import Passed, keep, kept, saving_hooks
+from zk.parallel.gradient import Left, in_backward
 from zk.precision import CastInputs, LossScaler
 from zk.store import UnitStore
 
@@ -139,8 +138,8 @@ class Runtime:
             self.save()
         elif self.partitions and self.thread != get_ident():
             raise RuntimeError(
-                "two threads call the model at once, which needs its parameters in memory: use stage 0, "
-                "1 or 2, or one thread"
+                "two threads call the model at once, which needs its parameters in memory: use "
+                "stage 0, 1 or 2, or one thread"
             )
         self.depth += 1
 
@@ -155,8 +154,10 @@ class Runtime:
             saving.__enter__()
         except RuntimeError as error:
             raise RuntimeError(
-                "torch.func.grad, jvp and hessian of a model at stage 3, whose parameters autograd must "
-                "not keep: use torch.autograd.grad, or stage 2; around zk.gather(params), torch.no_grad()"
+                "torch.func.grad, jvp and hessian of a model at stage 3, whose parameters "
+                "autograd must "
+                "not keep: use torch.autograd.grad, or stage 2; around zk.gather(params), "
+                "torch.no_grad()"
             ) from error
         self.saving = saving
 
@@ -367,3 +368,41 @@ def hooks_around(module: nn.Module, before: Callable[..., Any], after: Callable[
 def storage_of(tensor: Tensor) -> int:
     cdata: int = tensor.untyped_storage()._cdata
     return cdata
+
+
+# ---- tensors that autograd saves, and that hooks leave alone: the hooks around get them --------
+#
+# torch asks the innermost hooks alone, and then neither breaks the cycle of an output that its own
+# graph saves nor notices writes to what is saved.
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack, unpack
+
+
+class Passed(NamedTuple):
+    """What other hooks have packed."""
+
+    unpack: Callable[[Any], Tensor]
+    value: Any
+
+
+def saving_hooks() -> Hooks:
+    """The innermost hooks on saved tensors; without any, those that save as torch does."""
+    found: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found or (keep, kept)
+
+
+def keep(tensor: Tensor) -> tuple[Tensor, int]:
+    # with its graph it would keep itself alive
+    return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+
+
+def kept(packed: tuple[Tensor, int]) -> Tensor:
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an inplace "
+            f"operation after forward saved it (version {version}, now {tensor._version}); write "
+            "to a "
+            "copy of it instead"
+        )
+    return tensor

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from zk.offload.file import Request
-from zk.offload.link import Event
+from zk.offload.tiers import Event
 from zk.parallel.comm import Collective, Comm
 from zk.store import UnitStore
 

@@ -18,7 +18,7 @@ from zk.config import ZeroConfig, changes
 from zk.kernels.eight_bit import CODES
 from zk.logs import is_quiet, log, say
 from zk.memory import host_memory
-from zk.offload.link import link_to
+from zk.offload.tiers import link_to
 from zk.options import NAMES
 from zk.placement import Place, Placement, Size
 
