@@ -19,11 +19,13 @@ import types
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from zk.options import require
 
 if TYPE_CHECKING:
+    import torch
+
     from zk.config import ZeroConfig
     from zk.offload.rules import Codec, Rules
     from zk.offload.tiers import Tier
@@ -40,8 +42,14 @@ class Addon:
 
     # ---- before anything is made, in this order --------------------------------------------------
 
-    def check(self, config: ZeroConfig) -> None:
-        """Refuse options that this add-on cannot be right with: raise."""
+    def device(self, model: nn.Module, device: torch.device | None) -> torch.device | None:
+        """Return the device that computes; None: where parameters are."""
+        return device
+
+    def check(
+        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], config: ZeroConfig
+    ) -> None:
+        """Refuse what this add-on cannot be right with: raise."""
 
     def comm(self, comm: Comm) -> Comm:
         """Return the collectives of the ranks, wrapped or not."""
@@ -66,6 +74,12 @@ class Addon:
     def tier(self, unit: Unit, what: str, tier: Tier) -> Tier:
         """Return the tier of a unit's "param" or "state" (gradients and optimizer states)."""
         return tier
+
+    def fill(self, unit: Unit, views: list[Tensor], is_first: bool) -> None:
+        """Give a unit's parameters values, which are then copied to ``views`` of all; no collectives.
+
+        ``is_first``: of the ranks, which get this one's values.
+        """
 
     def attach(self, optimizer: ZeroOptimizer) -> None:
         """The optimizer is made: keep it, or give it methods."""
@@ -141,7 +155,9 @@ class Seams:
         """The one answer that is not None; RuntimeError if two add-ons give one."""
         answers = {type(method.__self__).__name__: method() for method in getattr(self, name)}
         found = {who: answer for who, answer in answers.items() if answer is not None}
-        words = f"{' and '.join(found)} each decide {name!r}, which only one can; remove one of them"
+        words = (
+            f"{' and '.join(found)} each decide {name!r}, which only one can; remove one of them"
+        )
         require(len(found) < 2, words, RuntimeError)
         return next(iter(found.values()), None)
 
@@ -153,6 +169,8 @@ OPTIONS = {  # option -> "module:class"
     "announce": "zk.addons.announced:Announced",
 }
 ALWAYS = {  # "module:class" of add-ons that every optimizer has
+    "promised": "zk.addons.promised:Promised",
+    "checked": "zk.addons.checked:Checked",
     "partitioned": "zk.addons.partitioned:Partitioned",
     "slow_products": "zk.addons.slow_products:SlowProducts",
     "shown": "zk.tools.summary:Shown",

@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import math
 import weakref
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from zk import addon
 from zk.addon import Seams
-from zk.checks import alike, check_arguments, check_params
+from zk.checks import alike
 from zk.config import ZeroConfig
 from zk.logs import log
 from zk.memory import trim
@@ -34,7 +33,6 @@ from zk.parallel.reducer import Reducer
 from zk.parallel.runtime import RUNTIMES, Runtime
 from zk.placement import Place, Size, choose, on_drive, place_buffers
 from zk.precision import LossScaler, clip_factor, dtypes_of, floats_of
-from zk.promised import device_for, fill_buffers
 from zk.states import check_states, load_states, states_of, states_of_inners
 from zk.store import Step, UnitStore
 from zk.unit import Unit, blocks_of, chosen_blocks, find_units
@@ -137,22 +135,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizers, config: ZeroConfig | None = None, **options: Any
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        config: ZeroConfig | None = None,
+        **options: Any,
     ) -> None:
         connect()
         comm = Comm(options.get("process_group", getattr(config, "process_group", None)))
         with comm.together("ZeroOptimizer()"):
-            inners = check_arguments(model, optimizer, config, ZeroOptimizer)
+            inners = check_types(model, optimizer, config)
             config = dataclasses.replace(config or ZeroConfig(), **options)
-            device: Any = config.device or device_for(model)
-            config = dataclasses.replace(config, device=device)
-            dtype_of = dtypes_of(model, config.dtype, config.keep_dtype)
-            held = ChainMap(*(runtime.store_of for runtime in RUNTIMES))
-            check_params(model, inners, device, dtype_of, held)
-            super().__init__([g for one in inners for g in one.param_groups], inners[0].defaults)
             self._seams = seams = Seams([*config.addons, *addon.make(config.options)])
+            device: Any = seams.chain("device", model, config.device)
+            config = dataclasses.replace(config, device=device)
             for check in seams.check:
-                check(config)
+                check(model, inners, config)
+            dtype_of = dtypes_of(model, config.dtype, config.keep_dtype)
+            super().__init__([g for one in inners for g in one.param_groups], inners[0].defaults)
         comm = seams.chain("comm", comm)
         with comm.together("ZeroOptimizer()"):
             self._layout = layout = Layout(model, inners, config, seams, comm)
@@ -169,11 +169,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._runtime.owner = weakref.ref(self)
         self._scaler = self._runtime.scaler = LossScaler(config.loss_scale, trained)
         self._adopt(units)
-        fill_buffers(model)
-        place_buffers(model, layout.device, config.device is not None, comm)
         self._take_over()
         for attach in seams.attach:
             attach(self)
+        place_buffers(model, layout.device, config.device is not None, comm)
 
     def _adopt(self, units: list[Unit]) -> None:
         """Take units into stores: their parameters move to their tiers, and get hooks."""
@@ -199,7 +198,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         begun = states_of_inners(self)
         for inner in self._inners:
             inner.state.clear()
-            vars(inner)["_opt_called"] = True  # schedulers of it look there for a step before theirs
+            vars(inner)["_opt_called"] = (
+                True  # schedulers of it look there for a step before theirs
+            )
             for call in ("step", "state_dict", "load_state_dict"):
                 register = getattr(inner, f"register_{call}_pre_hook")
                 self._refusals.append(register(refuse_to(call)))
@@ -229,7 +230,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if overflow:  # nothing but the loss scale changes
             self.skipped_steps += 1
             if self.skipped_steps.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
-                log.warning("skipped a step, as a gradient is not finite (%d so far)", self.skipped_steps)
+                log.warning(
+                    "skipped a step, as a gradient is not finite (%d so far)", self.skipped_steps
+                )
             for store in self._trained:
                 store.grad.drop()
         else:
@@ -462,6 +465,27 @@ class Elsewhere(dict[Any, Any]):
         )
 
     __setitem__ = __delitem__ = update = setdefault = pop = clear = refuse  # type: ignore[assignment]
+
+
+def check_types(model: Any, optimizer: Any, config: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers, after a check that all is what it is called."""
+    require(
+        config is None or isinstance(config, ZeroConfig),
+        f"config must be a zk.ZeroConfig, or give stage=2 and such; got {config!r}",
+        TypeError,
+    )
+    is_swapped = isinstance(model, torch.optim.Optimizer)
+    hint = "; the arguments are swapped: ZeroOptimizer(model, optimizer)" * is_swapped
+    words = f"model must be an nn.Module; got {type(model).__name__}{hint}"
+    require(isinstance(model, nn.Module), words, TypeError)
+    optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
+    require(optimizers, "the list of optimizers is empty; give at least one")
+    for one in optimizers:
+        words = "the optimizer is a ZeroOptimizer already; wrap torch's optimizer once"
+        require(not isinstance(one, ZeroOptimizer), words)
+        words = f"optimizer must be a torch.optim.Optimizer, or several; got {type(one).__name__}"
+        require(isinstance(one, torch.optim.Optimizer), words, TypeError)
+    return optimizers
 
 
 def refuse_to(call: str) -> Callable[..., None]:

@@ -23,7 +23,6 @@ from zk.memory import empty
 from zk.offload.tiers import Chunk, Fields
 from zk.options import require
 from zk.parallel.gradient import Gradient
-from zk.promised import fill
 from zk.unit import Unit
 
 if TYPE_CHECKING:
@@ -68,7 +67,11 @@ class UnitStore:
         self.viewed: Shown = self.released  # the last full parameters, and their views
         with layout.comm.together(f"taking over {unit.name!r}"):
             values = empty(unit.numel, unit.params[0].dtype, unit.device).zero_()
-            fill(unit, values, layout.comm.rank == 0)
+            for fill in layout.seams.fill:
+                fill(unit, unit.views(values), layout.comm.rank == 0)
+            for view, param in zip(unit.views(values), unit.params, strict=True):
+                if view.data_ptr() != param.data_ptr():
+                    view.copy_(param.detach())
         layout.comm.broadcast(unit.name, values.view(torch.uint8))  # which every backend sends
         with layout.comm.together(f"placing {unit.name!r}"):
             full = self.place(values)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zk
 from tests.models import DEVICE, GPT
-from zk.promised import promise
+from zk.addons.promised import promise
 
 
 class Ones:

@@ -28,7 +28,7 @@ class Overlap(Addon):
         self.executor = ThreadPoolExecutor(1, "zk-update")
         self.pending: dict[UnitStore, Future[None]] = {}
 
-    def check(self, config: ZeroConfig) -> None:
+    def check(self, model: object, optimizers: object, config: ZeroConfig) -> None:
         if config.stage != 3:
             raise ValueError(
                 f"overlap_step=True needs stage=3; got stage={config.stage}, where parameters are read at "

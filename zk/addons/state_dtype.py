@@ -38,7 +38,9 @@ class StateDtype(Addon):
         is_adam = is_plain_adam(unit, inner)
         if is_adam and self.dtype == CODES:
             if unit.dtype == torch.float16:
-                raise ValueError("state_dtype='8bit' is for bf16 and fp32: fp16 has no 24-bit master")
+                raise ValueError(
+                    "state_dtype='8bit' is for bf16 and fp32: fp16 has no 24-bit master"
+                )
             for group in inner.param_groups:
                 AdamStep.of(group, True, 1).check_coded()
         return is_adam

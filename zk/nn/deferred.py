@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zk.addons.promised import promise, promise_of
 from zk.options import parse_device
-from zk.promised import promise, promise_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 # in-place calls after which nothing is left of what was there before

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zk.addons.promised import device_for, promise
 from zk.checkpoint.contents import Cut
 from zk.checkpoint.manifest import cuts_of
 from zk.logs import log
 from zk.nn.deferred import default_device
 from zk.parallel.comm import Comm
 from zk.parallel.gather import place_of
-from zk.promised import device_for, promise
 
 FILES = "model.safetensors.index.json", "model.safetensors"
 TIED = "one tensor there, different here (config.tie_word_embeddings=False makes it several)"

@@ -1,7 +1,8 @@
 """Tensors without memory: whoever promises their values makes them once a unit is placed.
 
 A tensor on the meta device has a promise on its storage, so that all views and aliases have it too.
-Values are made one unit at a time; several ranks get those that the first one makes.
+Values are made one unit at a time; several ranks get those that the first one makes. It is there for
+every optimizer, without an option: zk.deferred_init and zk.load_pretrained promise.
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from zk.addon import Addon
+
 if TYPE_CHECKING:
+    from zk.config import ZeroConfig
+    from zk.optimizer import ZeroOptimizer
     from zk.unit import Unit
 
 NAME = "_zk_promise"
@@ -73,22 +78,24 @@ def give_memory(tensor: Tensor, values: Tensor) -> None:
     torch._C._swap_tensor_impl(tensor, fresh)
 
 
-@torch.no_grad()
-def fill(unit: Unit, values: Tensor, is_first: bool) -> None:
-    """Copy a unit's parameters into ``values`` (numel,); the first rank makes what has no memory."""
-    for view, param in zip(unit.views(values), unit.params, strict=True):
-        by = promise_of(param)
-        if by is None:
-            view.copy_(param.detach())
-            continue
-        if is_first:
-            view.copy_(by.make(param))
-        give_memory(param, view)
+class Promised(Addon):
+    def device(self, model: nn.Module, device: torch.device | None) -> torch.device | None:
+        return device or device_for(model)
 
+    def check(self, model: nn.Module, optimizers: object, config: ZeroConfig) -> None:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            check_promised(name, tensor)
 
-def fill_buffers(model: nn.Module) -> None:
-    """Make the buffers that have no memory."""
-    for buffer in model.buffers():
-        by: Any = promise_of(buffer)
-        if by is not None:
-            give_memory(buffer, by.make(buffer).to(by.device, buffer.dtype))
+    def fill(self, unit: Unit, views: list[Tensor], is_first: bool) -> None:
+        for param, view in zip(unit.params, views, strict=True):
+            by = promise_of(param)
+            if by is not None and is_first:
+                view.copy_(by.make(param))
+            if by is not None:
+                give_memory(param, view)
+
+    def attach(self, optimizer: ZeroOptimizer) -> None:
+        for buffer in optimizer.model.buffers():
+            by: Any = promise_of(buffer)
+            if by is not None:
+                give_memory(buffer, by.make(buffer).to(by.device, buffer.dtype))

@@ -1,0 +1,174 @@
+"""Refuse by name what zk cannot train, before anything is moved: rule, value and remedy.
+
+It is there for every optimizer, without an option. Methods of the core: RUNTIMES, dtypes_of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from zk.addon import Addon
+from zk.config import ZeroConfig
+from zk.options import NAMES, require
+from zk.parallel.runtime import RUNTIMES
+from zk.precision import dtypes_of
+
+FP4 = getattr(torch, "float4_e2m1fn_x2", None)
+WRAPPERS = {  # classes of modules that share gradients themselves
+    "DistributedDataParallel": "pass model.module",
+    "DataParallel": "pass model.module, and start a process for each GPU with torchrun",
+    "FullyShardedDataParallel": "pass the model as it was before FSDP",
+    "FSDPModule": "pass the model as it was before fully_shard",
+}
+FAULTS: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
+    (nn.parameter.is_lazy, "has no shape yet (a lazy module); run one forward of the model first"),
+    (
+        lambda p: p.dtype is FP4,
+        "is {dtype}, which torch cannot copy; keep it as param.view(torch.uint8)",
+    ),
+    (
+        lambda p: hasattr(p, "quant_state") or is_traceable_wrapper_subclass(p),
+        "is a {kind}, whose values are in other tensors or codes; zk takes plain tensors: build the "
+        "model without quantization, DTensors and tensor parallelism",
+    ),
+    (
+        lambda p: p.layout is not torch.strided,
+        "is {layout}, and zk takes dense tensors: make it of to_dense()",
+    ),
+    (
+        lambda p: any(n > 1 and not step for n, step in zip(p.shape, p.stride(), strict=True)),
+        "is expanded, and elements that share memory cannot be updated; use expanded.clone()",
+    ),
+)
+
+
+class Checked(Addon):
+    def check(
+        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], config: ZeroConfig
+    ) -> None:
+        names = {param: name for name, param in model.named_parameters()}
+        check_modules(model)
+        for optimizer in optimizers:
+            check_optimizer(optimizer)
+        check_params(model, names, config.device)  # type: ignore[arg-type]
+        check_memory_is_own(model, names)
+        check_trained(names, optimizers, dtypes_of(model, config.dtype, config.keep_dtype))
+
+
+def check_modules(model: nn.Module) -> None:
+    """No module shares gradients itself, and all take hooks."""
+    for name, module in model.named_modules():
+        where = f"module {name!r} is" if name else "the model is"
+        for kind in [kind.__name__ for kind in type(module).__mro__ if kind.__name__ in WRAPPERS]:
+            raise ValueError(
+                f"{where} wrapped in {kind}, which shares gradients itself; {WRAPPERS[kind]}"
+            )
+        is_script = isinstance(module, torch.jit.ScriptModule)
+        require(
+            not is_script or not [*module.parameters()],
+            f"{where} a ScriptModule, which takes no hooks; wrap the model as it was before torch.jit",
+            TypeError,
+        )
+
+
+def check_optimizer(one: torch.optim.Optimizer) -> None:
+    """An optimizer can be taken over."""
+    kind, step = type(one).__name__, vars(one).get("step")
+    require(
+        step is None or hasattr(step, "_wrapped_by_lr_sched"),  # a scheduler counts calls that way
+        f"{kind}: the step() of this optimizer was replaced, and zk never calls it; wrap it as torch "
+        "made it, and use register_step_pre_hook or register_step_post_hook",
+    )
+    words = "differentiable=True, and no gradient goes through zk's update; remove it"
+    require(not any(g.get("differentiable") for g in one.param_groups), f"{kind}: {words}")
+    words = "this optimizer has no parameters; leave it out"
+    require(any(group["params"] for group in one.param_groups), f"{kind}: {words}")
+
+
+def check_params(
+    model: nn.Module, names: dict[nn.Parameter, str], device: torch.device | None
+) -> None:
+    """Parameters can be taken, and move to ``device`` unless it is None."""
+    require(names, "model has no parameters")
+    for param, name in names.items():
+        words = "belongs to another ZeroOptimizer; close() that one first, or make the model anew"
+        held = any(param in runtime.store_of for runtime in RUNTIMES)
+        require(not held, f"parameter {name!r} {words}")
+        for is_faulty, words in FAULTS:
+            own = {"dtype": param.dtype, "layout": param.layout, "kind": type(param).__name__}
+            require(not is_faulty(param), f"parameter {name!r} {words.format(**own)}")
+    places = {str(param.device): name for param, name in reversed(names.items())}
+    homes = " and ".join(f"{name!r} on {place}" for place, name in reversed(places.items()))
+    require(
+        device is not None or len(places) == 1,
+        f"all parameters must be on one device; there is {homes}: call model.to(device), or "
+        "give device= to have it moved",
+    )
+
+
+def check_trained(
+    names: dict[nn.Parameter, str],
+    optimizers: list[torch.optim.Optimizer],
+    dtype_of: Callable[[Tensor], torch.dtype],
+) -> None:
+    """Parameters of optimizers are the model's, of one optimizer each, and of a dtype to train."""
+    owners: dict[Tensor, torch.optim.Optimizer] = {}
+    groups = [(one, group) for one in optimizers for group in one.param_groups]
+    for optimizer, param in ((one, param) for one, group in groups for param in group["params"]):
+        require(
+            param in names,
+            f"a parameter of shape {tuple(param.shape)} is not one of model.parameters(); make the "
+            "optimizer of the model that is passed",
+        )
+        require(
+            owners.setdefault(param, optimizer) is optimizer,
+            f"parameter {names[param]!r} is in two of the optimizers; give it to one",
+        )
+        require(
+            not param.requires_grad or dtype_of(param) in NAMES,
+            f"parameter {names[param]!r} is {param.dtype}; zk trains fp32, bf16 and fp16: freeze it, "
+            "convert it, or pass dtype= (which casts fp64 too, but for keep_dtype=)",
+        )
+
+
+def check_memory_is_own(model: nn.Module, names: dict[nn.Parameter, str]) -> None:
+    """Nothing of the model shares memory with a Parameter: it would not see what that becomes."""
+    others = {tensor: name for name, tensor in tensors_beside(model) if tensor not in names}
+    found = [(*span_of(t), name, t in names) for t, name in (names | others).items() if t.numel()]
+    last = "", 0, 0, "", False  # of those so far that end last
+    for span in sorted(found):
+        (where, _, stop, name, is_param), (other, start, _, second, is_another) = last, span
+        if where == other and start < stop and (is_param or is_another):
+            raise ValueError(
+                f"parameters {name!r} and {second!r} share memory but are two Parameter objects, so "
+                "they would drift apart; tie them by assigning one object to both modules"
+                if is_param and is_another
+                else f"{(name, second)[is_param]!r} shares memory with parameter "
+                f"{(second, name)[is_param]!r}, which zk moves to other memory; assign the parameter "
+                "itself, or take the view of it in forward"
+            )
+        last = span if where != other else max(last, span, key=lambda entry: entry[2])
+
+
+def tensors_beside(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers and attributes of modules that are tensors, or lists or dicts of some, by name."""
+    for path, module in model.named_modules():
+        for key, value in (vars(module) | module._buffers).items():
+            # spectral_norm makes the weight anew in each forward
+            for leaf in tree_leaves(value) if f"{key}_orig" not in module._parameters else ():
+                if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
+                    yield f"{path}.{key}".lstrip("."), leaf
+
+
+def span_of(tensor: Tensor) -> tuple[str, int, int]:
+    """A memory, and the bytes in it from a tensor's first element to its last."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    storage = tensor.untyped_storage()
+    where = f"meta {storage._cdata}" if tensor.is_meta else str(tensor.device)
+    start = int(storage.data_ptr() + tensor.storage_offset() * tensor.element_size())
+    return where, start, start + (last + 1) * tensor.element_size()
