@@ -29,9 +29,9 @@ from gpu_model import SIZES, Size, batch, build, context_of, tiny
 from torch import nn
 
 import zk
-from zk.memory import peak_nbytes
 from zk.nn.deferred import default_device
 from zk.offload.tiers import link_to
+from zk.tools.metrics import peak_nbytes
 
 CLIP = 1.0
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}

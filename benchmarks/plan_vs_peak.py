@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 import zk
-from zk.memory import peak_nbytes, trim
+from zk.memory import trim
+from zk.tools.metrics import peak_nbytes
 from zk.tools.plan import Machine, Plan
 
 MIB = 1 << 20

@@ -112,13 +112,6 @@ def trim() -> None:
 # ---- how much there is ---------------------------------------------------------------------------
 
 
-def peak_nbytes() -> int:
-    """The most memory this process has had at once (its resident set's high-water mark)."""
-    # getrusage may include the process that started this one
-    status = Path("/proc/self/status").read_text()
-    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
-
-
 def limits() -> Iterator[tuple[int, int]]:
     """Limit and usage of this process's control groups for memory, up to the root."""
     for line in OWN_CGROUPS.read_text().splitlines():
@@ -151,10 +144,3 @@ def host_memory() -> tuple[int, int]:
         unused = addresses - int(psutil.Process().memory_info().vms)
         total, free = min(total, addresses), min(free, max(0, unused))
     return total, free
-
-
-def in_memory(folder: Path) -> bool:
-    """Tell if files in ``folder`` are in host memory, not on a drive."""
-    mounts = {disk.mountpoint: disk.fstype for disk in psutil.disk_partitions(all=True)}
-    above = (str(path) for path in (folder.resolve(), *folder.resolve().parents))
-    return next((mounts[path] for path in above if path in mounts), "") in ("tmpfs", "ramfs")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from zk.memory import aligned, host_memory, in_memory
+from zk.memory import aligned, host_memory
 from zk.offload.cpu_adam import default_threads
 from zk.offload.file import File
 from zk.tools.summary import size
@@ -102,6 +102,13 @@ def measure_drive(folder: str, nbytes: int = 256 << 20) -> tuple[float, float, b
         return rates[1], rates[2], bool(flags & os.O_DIRECT)
     finally:
         file.close()
+
+
+def in_memory(folder: Path) -> bool:
+    """Tell if files in ``folder`` are in host memory, not on a drive."""
+    mounts = {disk.mountpoint: disk.fstype for disk in psutil.disk_partitions(all=True)}
+    above = (str(path) for path in (folder.resolve(), *folder.resolve().parents))
+    return next((mounts[path] for path in above if path in mounts), "") in ("tmpfs", "ramfs")
 
 
 def drive(folder: Path) -> Iterator[Finding]:

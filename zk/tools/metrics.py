@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import weakref
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zk.memory import peak_nbytes
 from zk.tools.phases import WAITED, count_waits
 from zk.tools.summary import placed
 
@@ -117,6 +118,13 @@ class Rates:
         self.last.update(("peak_device_gib", peak / 2**30) for peak in peaks)
         self.restart()
         return self.last
+
+
+def peak_nbytes() -> int:
+    """The most memory this process has had at once (its resident set's high-water mark)."""
+    # getrusage may include the process that started this one
+    status = Path("/proc/self/status").read_text()
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
 
 
 def loggable(optimizer: Any, rates: Rates) -> dict[str, float]:
