@@ -39,7 +39,7 @@ from gpu_plan import Planned, Row, of, plan_job  # noqa: E402
 from gpu_report import read, report  # noqa: E402
 from gpu_step import Job  # noqa: E402
 
-from zk.options import parse_nbytes  # noqa: E402
+from zk.config import parse_nbytes  # noqa: E402
 
 BACK_S = 20.0  # to wait for the host memory of a process that has ended
 TOKENS = (8192, 16384, 65536)

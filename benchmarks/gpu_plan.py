@@ -13,8 +13,9 @@ from gpu_common import GIB
 from gpu_model import SIZES, Model, Size, tiny, working_nbytes
 from gpu_step import CLIP, Job
 
-from zk.config import ZeroConfig, changes
+from zk.config import ZeroConfig
 from zk.tools.plan import USABLE, Machine, Plan, step_of
+from zk.tools.summary import changes
 
 Row = dict[str, Any]
 TIERS: dict[str, dict[str, Any]] = {

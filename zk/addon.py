@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from zk.options import require
+from zk.logs import require
 
 if TYPE_CHECKING:
     import torch

@@ -1,11 +1,14 @@
-"""ZeroConfig: frozen options, each checked on construction. No I/O, no process groups."""
+"""ZeroConfig: frozen options, each checked on construction. No I/O, no process groups.
+
+Errors name the option, what it may be, and the value.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,65 +16,144 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zk import options as read
 from zk.addon import METHODS, OPTIONS, Addon, found
+from zk.logs import require
 from zk.precision import DynamicLossScale
 
-PARSERS: dict[str, Callable[[Any, str], Any]] = {
-    "param_tier": read.parse_tier,
-    "optimizer_tier": read.parse_tier,
-    "loss_scale": lambda value, _: DynamicLossScale() if value == "dynamic" else value,
-    "dtype": read.parse_dtype,
-    "device": read.parse_device,
-    "device_budget": read.parse_nbytes,
-    "host_budget": read.parse_nbytes,
-    "units": read.parse_modules,
-    "keep_dtype": read.parse_modules,
-    "nvme_path": read.parse_paths,
+Parser = Callable[[Any, str], Any]  # of a value as users write it, for the option of that name
+DTYPES: dict[str, torch.dtype] = {
+    **dict.fromkeys(("fp32", "float32"), torch.float32),
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp16", "float16"), torch.float16),
 }
-RULES: dict[str, tuple[type[Exception], Callable[[Any], object], str]] = {
-    "stage": (ValueError, lambda v: read.is_count(v, 0) and v < 4, "0, 1, 2 or 3"),
-    "clip_grad_norm": (
-        ValueError,
-        lambda v: v is None or read.is_positive(v),
-        "more than 0, or None",
-    ),
-    "loss_scale": (
-        ValueError,
-        lambda v: v in (None, "auto") or isinstance(v, DynamicLossScale) or read.is_finite(v),
-        "'auto', 'dynamic', a DynamicLossScale, None or a finite number above 0",
-    ),
-    "prefetch": (ValueError, lambda v: read.is_count(v, 0), "a number of units, 0 or more"),
-    "num_threads": (ValueError, lambda v: v is None or read.is_count(v), "1 or more, or None"),
-    "process_group": (
-        TypeError,
-        lambda v: v is None or isinstance(v, ProcessGroup),
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+SUFFIXES = {"": 1, "b": 1} | {
+    f"{letter}{i}b": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for i, base in (("", 1000), ("i", 1024))
+}
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    """Tell if ``value`` is a whole number, of at least so much; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_positive(value: Any) -> bool:
+    """Tell if ``value`` is a finite number above 0; True is none."""
+    return type(value) in (int, float) and 0 < value < float("inf")
+
+
+def rule(holds: Callable[[Any], object], words: str, error: type[Exception] = ValueError) -> Parser:
+    """A parser of values that must be as ``words`` say."""
+
+    def parse(value: Any, name: str) -> Any:
+        require(holds(value), f"{name} must be {words}; got {value!r}", error)
+        return value
+
+    return parse
+
+
+def parse_tier(value: Any, name: str) -> str:
+    """The name of a tier."""
+    words = "'device', 'host', 'nvme' or 'auto' (a GPU is 'device', a CPU 'host', a disk 'nvme')"
+    tier = str(value).lower()
+    require(tier in words.split("'")[1:9:2], f"{name} must be {words}; got {value!r}")
+    return tier
+
+
+def parse_device(value: object, name: str) -> torch.device:
+    """A device that torch sees, with its index; "cuda" is the current one."""
+    words = f"{name} must be 'cpu', 'cuda' or 'cuda:N'; got {value!r}"
+    require(isinstance(value, (str, torch.device)), words, TypeError)
+    require(re.fullmatch(r"(cpu|cuda)(:0|:[1-9]\d?)?", str(value)), words)
+    device = torch.device(str(value))
+    if device.type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index if device.index is not None or not count else torch.cuda.current_device()
+    require(
+        (index or 0) < count,
+        f"{name}={str(value)!r}, and torch sees {count} CUDA devices: name another one, start no more "
+        "ranks than that, or see what CUDA_VISIBLE_DEVICES leaves (zk doctor says why)",
+    )
+    return torch.device("cuda", index)
+
+
+def parse_nbytes(value: Any, name: str) -> int:
+    """Bytes above 0: a whole number, or a string such as "24GiB", "500 MB" or "1.5TiB"."""
+    words = f"{name} must be a number of bytes above 0, or a string like '24GiB'; got {value!r}"
+    require(isinstance(value, (int, str)) and not isinstance(value, bool), words, TypeError)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value).lower())
+    number, suffix = found.groups() if found else ("0", "")
+    nbytes = int(float(number) * SUFFIXES.get(suffix, 0))
+    # "24" alone is more likely GiB than bytes
+    require(nbytes >= 1000 or (nbytes and (suffix or isinstance(value, int))), words)
+    return nbytes
+
+
+def parse_paths(value: Any, name: str) -> tuple[str, ...]:
+    """One folder or several, as absolute paths; each must be named once."""
+    given = [value] if isinstance(value, (str, os.PathLike)) else value
+    is_path = isinstance(given, Sequence) and all(isinstance(p, (str, os.PathLike)) for p in given)
+    words = f"{name} must be a path, or a sequence of paths; got {value!r}"
+    require(is_path, words, TypeError)
+    paths = tuple(os.path.abspath(path) for path in given)
+    words = f"{name} must name folders, and each of them once; got {paths!r}"
+    require(len(set(map(os.path.realpath, paths))) == len(paths), words)
+    return paths
+
+
+def parse_dtype(value: Any, name: str) -> Any:
+    """A dtype that can be trained, by its name ("bf16") or itself."""
+    dtype = DTYPES.get(value.lower().removeprefix("torch.")) if isinstance(value, str) else value
+    require(dtype in NAMES, f"{name} must be one of 'fp32', 'bf16', 'fp16'; got {value!r}")
+    return dtype
+
+
+def parse_modules(value: Any, name: str) -> tuple[str | type[nn.Module], ...]:
+    """One name or class of modules, or a sequence of them."""
+    given = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    kinds = (one if isinstance(one, type) else type(one) for one in given)
+    words = f"{name} must hold module names or nn.Module classes; got {value!r}"
+    require(all(issubclass(kind, (str, nn.Module)) for kind in kinds), words, TypeError)
+    return tuple(given)
+
+
+def parse_loss_scale(value: Any, name: str) -> Any:
+    """ "auto", a number, or the rule of a dynamic one."""
+    scale = DynamicLossScale() if value == "dynamic" else value
+    is_known = scale == "auto" or isinstance(scale, DynamicLossScale) or is_positive(scale)
+    words = "'auto', 'dynamic', a DynamicLossScale, None or a finite number above 0"
+    require(is_known, f"{name} must be {words}; got {value!r}")
+    return scale
+
+
+PARSERS: dict[str, Parser] = {
+    "stage": rule(lambda v: is_count(v, 0) and v < 4, "0, 1, 2 or 3"),
+    "dtype": parse_dtype,
+    "keep_dtype": parse_modules,
+    "device": parse_device,
+    "param_tier": parse_tier,
+    "optimizer_tier": parse_tier,
+    "nvme_path": parse_paths,
+    "device_budget": parse_nbytes,
+    "host_budget": parse_nbytes,
+    "clip_grad_norm": rule(is_positive, "more than 0, or None"),
+    "loss_scale": parse_loss_scale,
+    "prefetch": rule(lambda v: is_count(v, 0), "a number of units, 0 or more"),
+    "num_threads": rule(is_count, "1 or more, or None"),
+    "process_group": rule(
+        lambda v: isinstance(v, ProcessGroup),
         "a ProcessGroup that this rank is a member of (of a DeviceMesh: mesh.get_group()), or None",
-    ),
-    "addons": (
         TypeError,
+    ),
+    "units": parse_modules,
+    "addons": rule(
         lambda v: isinstance(v, (list, tuple)) and all(isinstance(one, Addon) for one in v),
         "a list of zk.Addon objects",
+        TypeError,
     ),
-}
-SIZES = (30, "GiB"), (20, "MiB"), (10, "KiB")
-GONE = {  # options of 0.1.0, and what to use instead
-    "cast_buffers": "cast the model's buffers yourself: buffer.data = buffer.to(torch.bfloat16)",
-    "check_memory": "what cannot fit is always refused; freeze parameters that get no gradient",
-    "compute_dtype": "use dtype='fp32'",
-    "delay_update": "use overlap_step=True, which hides the update and changes no numbers",
-    "elementwise": "use an optimizer of torch.optim, such as AdamW",
-    "exact_reduce": "gradients are always summed in fp32, in the order of ranks; remove it",
-    "grad_accum_dtype": "gradients are always summed in fp32; remove it",
-    "keep_gradients": "gradients are always kept until step(); remove it",
-    "long_context": "use Liger's patches of the model, and zk.offload_activations",
-    "model_parallel_group": "give each rank all of the model",
-    "nvme_checksum": "what is on the drive is always checked; remove it",
-    "overlap": "copies and collectives always run beside computing; remove it",
-    "parameterwise": "use an optimizer of torch.optim, such as AdamW",
-    "replicated_params": "give each rank all of the model",
-    "sequence_tiles": "use the sequence parallelism of your framework, and zk.offload_activations",
-    "update_on": "use optimizer_tier='auto' and device_budget=: the device updates what it has",
 }
 
 
@@ -132,15 +214,11 @@ class ZeroConfig:
         given = {**given.pop("options", {}), **given}
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         refuse_unknown(given.keys() - fields.keys() - OPTIONS.keys(), [*fields, *OPTIONS])
-        fields["options"] = {name: value for name, value in given.items() if name in OPTIONS}
+        own = {name: value for name, value in given.items() if name in OPTIONS}
         for name, default in fields.items():
-            value = given.get(name, default)
-            if name in PARSERS and (value is not None or name.endswith("_tier")):
-                value = PARSERS[name](value, name)
-            object.__setattr__(self, name, value)
-        for name, (error, holds, words) in RULES.items():
-            value = getattr(self, name)
-            read.require(holds(value), f"{name} must be {words}; got {value!r}", error)
+            value = own if name == "options" else given.get(name, default)
+            is_read = name in PARSERS and (value is not None or name.endswith("_tier"))
+            object.__setattr__(self, name, PARSERS[name](value, name) if is_read else value)
         self._check_together()
 
     @classmethod
@@ -152,7 +230,9 @@ class ZeroConfig:
         Args:
             auto: values by the JSON's names, for what it leaves to be filled in ("auto").
         """
-        made: ZeroConfig = found("from_deepspeed", METHODS, TypeError)(config, auto or {}, overrides)
+        made: ZeroConfig = found("from_deepspeed", METHODS, TypeError)(
+            config, auto or {}, overrides
+        )
         return made
 
     def _check_together(self) -> None:
@@ -187,46 +267,15 @@ class ZeroConfig:
                 "keep_dtype has no effect without dtype=, as nothing is cast; give dtype= or remove it",
             ),
         ):
-            read.require(not is_wrong, message)
+            require(not is_wrong, message)
 
 
 def refuse_unknown(names: set[str], known: list[str]) -> None:
-    """TypeError for the first of ``names``, with what to use instead or the closest one."""
+    """TypeError for the first of ``names``, with the closest one."""
     for name in sorted(names):
         close = difflib.get_close_matches(name, known, 1, 0.5)
         hint = f"the closest one is {close[0]!r}" if close else f"there are {', '.join(known)}"
-        hint = f"zk 0.1.0 had it: {GONE[name]}" if name in GONE else hint
-        raise TypeError(f"ZeroOptimizer and ZeroConfig have no option {name!r}; {hint}")
-
-
-def size(nbytes: int) -> int | str:
-    whole = (f"{nbytes >> n}{unit}" for n, unit in SIZES if not nbytes % (1 << n))
-    return next(whole, nbytes)
-
-
-WRITERS: dict[str, Callable[[Any], Any]] = {  # for values that are not None
-    "device_budget": size,
-    "host_budget": size,
-    "nvme_path": lambda paths: [*paths] if len(paths) > 1 else paths[0],
-    "device": str,
-    "dtype": read.NAMES.get,
-}
-UNWRITTEN = "process_group", "units", "keep_dtype", "addons", "options"
-
-
-def changes(config: ZeroConfig, before: ZeroConfig) -> dict[str, Any]:
-    """The options of ``config`` that differ, as they may be written in Python or JSON."""
-    known = before.options.items()
-    found = {name: value for name, value in config.options.items() if (name, value) not in known}
-    for name in [f.name for f in dataclasses.fields(config) if f.name not in UNWRITTEN]:
-        value = getattr(config, name)
-        if value != getattr(before, name):
-            found[name] = value if value is None else WRITERS.get(name, lambda v: v)(value)
-    return found
-
-
-def pasted(config: ZeroConfig, before: ZeroConfig) -> str:
-    """The options that differ, as arguments of a call."""
-    items = changes(config, before).items()
-    quoted = {name: json.dumps(v) if isinstance(v, str) else repr(v) for name, v in items}
-    return ", ".join(f"{name}={value}" for name, value in quoted.items())
+        raise TypeError(
+            f"ZeroOptimizer and ZeroConfig have no option {name!r}; {hint} (docs/what_left.md has those "
+            "of 0.1.0, and what to use instead)"
+        )

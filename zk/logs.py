@@ -1,4 +1,4 @@
-"""Log records that begin with ``zk:``, and with the rank where there are several; once, where all ranks say the same."""
+"""What zk says: errors, lines, and log records that begin with ``zk:`` (of several ranks: and the rank)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import os
 import sys
 
 import torch.distributed as dist
+
+
+def require(holds: object, message: str, error: type[Exception] = ValueError) -> None:
+    """Raise ``error`` unless ``holds``."""
+    if not holds:
+        raise error(message)
 
 
 def _ranks() -> tuple[int, int]:

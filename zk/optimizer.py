@@ -20,13 +20,12 @@ from zk import addon
 from zk.addon import Seams
 from zk.checks import alike
 from zk.config import ZeroConfig
-from zk.logs import log
+from zk.logs import log, require
 from zk.memory import trim
 from zk.offload.cpu_adam import default_threads
 from zk.offload.drive import Drive
 from zk.offload.rules import RULES, Codec, Rule, rule_for
 from zk.offload.tiers import Host, Memory, Tier
-from zk.options import require
 from zk.parallel.comm import Comm, connect
 from zk.parallel.gather import hooks_of_states
 from zk.parallel.reducer import Reducer

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from zk import store
-from zk.config import ZeroConfig, pasted
+from zk.config import ZeroConfig
+from zk.logs import require
 from zk.memory import host_memory
 from zk.offload.drive import SPARE, Drive, capacity_of
 from zk.offload.tiers import LINKS
-from zk.options import require
 from zk.parallel.comm import Comm
 from zk.parallel.runtime import GATHERED_IN_BACKWARD
 from zk.unit import Unit
@@ -278,8 +278,7 @@ def choose(
         said = (f"{readable(needed[n])} on the {n} tier and has {readable(there[n])}" for n in few)
         require(
             not few,
-            "there is not enough memory for this model with "
-            f"{pasted(config, ZeroConfig()) or 'the defaults'}: this rank needs {', '.join(said)}, "
+            f"there is not enough memory for this model: this rank needs {', '.join(said)}, "
             "with what the model holds now, and activations come on top. Nothing has been changed; use "
             f"{REMEDIES.get(''.join(few[:1]))} (zk plan says what fits)",
             MemoryError,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from zk.options import require
+from zk.logs import require
 
 # others hold codes, whose values a cast would lose
 CASTABLE = torch.float64, torch.float32, torch.bfloat16, torch.float16

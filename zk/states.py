@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zk.logs import require
 from zk.offload.rules import is_field, numbers_of
-from zk.options import require
 
 if TYPE_CHECKING:
     from zk.optimizer import ZeroOptimizer

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from zk.kernels import codec
+from zk.logs import require
 from zk.memory import empty
 from zk.offload.tiers import Chunk, Fields
-from zk.options import require
 from zk.parallel.gradient import Gradient
 from zk.unit import Unit
 
@@ -72,6 +72,7 @@ class UnitStore:
             for view, param in zip(unit.views(values), unit.params, strict=True):
                 if view.data_ptr() != param.data_ptr():
                     view.copy_(param.detach())
+                    param.data = view  # what it was is free
         layout.comm.broadcast(unit.name, values.view(torch.uint8))  # which every backend sends
         with layout.comm.together(f"placing {unit.name!r}"):
             full = self.place(values)

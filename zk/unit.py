@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zk.options import require
+from zk.logs import require
 
 ALIGN = 16  # elements: every parameter starts on a cache line
 

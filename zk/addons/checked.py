@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from zk.addon import Addon
-from zk.config import ZeroConfig
-from zk.options import NAMES, require
+from zk.config import NAMES, ZeroConfig
+from zk.logs import require
 from zk.parallel.runtime import RUNTIMES
 from zk.precision import dtypes_of
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from zk.addon import Addon
+from zk.config import NAMES
 from zk.logs import log
-from zk.options import NAMES
 
 if TYPE_CHECKING:
     from zk.optimizer import ZeroOptimizer

@@ -27,11 +27,11 @@ from zk.addon import Addon
 from zk.checkpoint import folders, manifest
 from zk.checkpoint.contents import Piece
 from zk.checkpoint.files import Entry, undone, write_durably, write_file
+from zk.config import is_count
 from zk.logs import rank_log
 from zk.memory import host_memory
 from zk.offload.tiers import Fields
 from zk.optimizer import ZeroOptimizer
-from zk.options import is_count
 from zk.parallel.comm import Comm
 from zk.store import UnitStore
 

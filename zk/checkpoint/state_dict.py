@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from zk.checkpoint.manifest import buffers_of, cuts_of
+from zk.config import parse_dtype
 from zk.optimizer import ZeroOptimizer
-from zk.options import parse_dtype
 from zk.parallel.gather import place_of
 from zk.precision import CASTABLE
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from zk.config import ZeroConfig
 from zk.integrations.deepspeed import is_deepspeed
+from zk.logs import require
 from zk.optimizer import ZeroOptimizer
-from zk.options import require
 from zk.parallel.runtime import RUNTIMES
 from zk.tools.metrics import Rates, loggable
 

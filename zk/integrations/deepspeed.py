@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from zk.checkpoint import folders
 from zk.checkpoint.files import write_durably
 from zk.config import ZeroConfig
-from zk.logs import log
+from zk.logs import log, require
 from zk.optimizer import ZeroOptimizer
-from zk.options import require
 from zk.parallel.comm import Comm, connect
 from zk.precision import DynamicLossScale
 

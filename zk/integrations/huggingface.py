@@ -18,11 +18,10 @@ from torch import nn
 from zk.checkpoint import interrupted
 from zk.checkpoint.export import export
 from zk.integrations.accelerate import FOLDER, ZeroAccelerator, config_of, unwrapped
-from zk.logs import log
+from zk.logs import log, require
 from zk.memory import host_memory
 from zk.nn.pretrained import load_pretrained
 from zk.optimizer import ZeroOptimizer
-from zk.options import require
 from zk.tools.metrics import Rates, loggable
 
 try:

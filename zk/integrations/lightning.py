@@ -26,11 +26,10 @@ from zk.checkpoint import folders
 from zk.checkpoint.contents import Checkpoint
 from zk.checkpoint.manifest import buffers_of, cuts_of
 from zk.config import ZeroConfig
-from zk.logs import log
+from zk.logs import log, require
 from zk.memory import host_memory
 from zk.nn.deferred import deferred_init
 from zk.optimizer import NoGradient, ZeroOptimizer
-from zk.options import require
 from zk.parallel.gather import place_of
 
 NAMES: dict[str, dict[str, Any]] = {  # of a strategy: fields of ZeroConfig

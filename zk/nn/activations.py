@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from zk.config import parse_device, parse_nbytes
 from zk.memory import empty
 from zk.nn.deferred import default_device
 from zk.offload.tiers import Event, link_to
-from zk.options import parse_device, parse_nbytes
 from zk.parallel.runtime import RUNTIMES, Passed, kept, saving_hooks, storage_of
 
 SPARSE = 4  # a view of less than a quarter of its storage does not make it move

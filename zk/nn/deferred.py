@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zk.addons.promised import promise, promise_of
-from zk.options import parse_device
+from zk.config import parse_device
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 # in-place calls after which nothing is left of what was there before

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from zk import kernels
 from zk.checkpoint.contents import Cut
-from zk.options import NAMES, is_count
+from zk.config import NAMES, is_count
 from zk.parallel.gather import place_of
 
 GRAIN = 64  # features: tiles begin at multiples, 128 bytes in 16 bits, where there is room

@@ -123,7 +123,7 @@ def export(
 ) -> None:
     """Write the model of a checkpoint as safetensors files, with its own parameter names."""
     from zk.checkpoint.export import export as run
-    from zk.options import parse_dtype, parse_nbytes
+    from zk.config import parse_dtype, parse_nbytes
 
     wanted = parse_dtype(dtype, "--dtype") if dtype else None
     done = run(checkpoint, out, wanted, parse_nbytes(shard_size, "--shard-size"))

@@ -20,15 +20,14 @@ import typer
 from torch import nn
 
 from zk.addons.state_dtype import StateDtype
-from zk.config import ZeroConfig, changes
+from zk.config import ZeroConfig, parse_nbytes
 from zk.memory import host_memory
 from zk.nn.deferred import deferred_init
 from zk.offload.rules import AdamRule
-from zk.options import parse_nbytes
 from zk.placement import Placement, Size
 from zk.precision import dtypes_of
 from zk.tools.gpt import GPT, config_of
-from zk.tools.summary import count
+from zk.tools.summary import changes, count
 from zk.unit import Unit, blocks_of, find_units
 
 GIB = 1 << 30

@@ -14,12 +14,11 @@ import torch
 
 from zk import __version__
 from zk.addon import Addon
-from zk.config import ZeroConfig, changes
+from zk.config import NAMES, ZeroConfig
 from zk.kernels.eight_bit import CODES
 from zk.logs import is_quiet, log, say
 from zk.memory import host_memory
 from zk.offload.tiers import link_to
-from zk.options import NAMES
 from zk.placement import Place, Placement, Size
 
 if TYPE_CHECKING:
@@ -165,3 +164,25 @@ class Shown(Addon):
             shell.display.display(shown)
         else:
             say(str(shown))
+
+
+# ---- options as they may be written in Python or JSON --------------------------------------------
+
+
+def written(value: Any) -> Any:
+    """The value of an option, as a user writes it."""
+    if isinstance(value, tuple):
+        return [*value] if len(value) > 1 else value[0]
+    return NAMES.get(value) or (str(value) if isinstance(value, torch.device) else value)
+
+
+def changes(config: ZeroConfig, before: ZeroConfig) -> dict[str, Any]:
+    """The options of ``config`` that differ."""
+    unwritten = "process_group", "units", "keep_dtype", "addons", "options"
+    now, then = ({**vars(one), **one.options} for one in (config, before))
+    names = [name for name, v in now.items() if name not in unwritten and then.get(name) != v]
+    found = {name: written(now[name]) for name in names}
+    for name in found.keys() & {"device_budget", "host_budget"}:
+        gib, rest = divmod(found[name] or 1, 1 << 30)
+        found[name] = found[name] if rest else f"{gib}GiB"
+    return found

@@ -27,8 +27,8 @@ from torch import Tensor
 import zk
 from zk.checkpoint import folders
 from zk.checkpoint.export import export
+from zk.config import parse_device
 from zk.offload.cpu_adam import default_threads
-from zk.options import parse_device
 from zk.tools.gpt import GPT, GPTConfig
 from zk.tools.summary import size
 
