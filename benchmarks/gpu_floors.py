@@ -26,7 +26,7 @@ from cases import link as bench_link
 from gpu_common import GIB, die_first, emit
 from torch import Tensor
 
-from zk.kernels.step import AdamStep
+from zk.kernels.reference import AdamStep
 from zk.memory import aligned, host_memory, zeros
 from zk.nn.deferred import default_device
 from zk.offload.cpu_adam import adam_, default_engine

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zk.kernels import codec
-from zk.kernels.step import AdamStep
+from zk.kernels.reference import AdamStep
 from zk.offload.cpu_adam import adam_
 
 MOMENTS = "exp_avg", "exp_avg_sq"

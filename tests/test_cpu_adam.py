@@ -14,7 +14,7 @@ import zk
 from tests.cpu_adam import CPUAdam
 from zk.kernels import reference
 from zk.kernels.codec import join, split_
-from zk.kernels.step import AdamStep
+from zk.kernels.reference import AdamStep
 from zk.offload import cpu_adam_numba
 from zk.offload.cpu_adam import adam_, default_engine, default_threads, sum_of_squares
 from zk.offload.cpu_adam_numba import BLOCK

@@ -15,7 +15,7 @@ import zk
 from tests.cpu_adam import MOMENTS, CPUAdam
 from tests.world import run_world
 from zk.kernels import codec, eight_bit
-from zk.kernels.step import AdamStep
+from zk.kernels.reference import AdamStep
 from zk.offload.cpu_adam import adam_
 from zk.offload.cpu_adam_numba import BLOCK
 

@@ -20,7 +20,7 @@ from zk.kernels.adam_kernel import launch as launch_adam
 from zk.kernels.codec import split_
 from zk.kernels.numerics import BLOCK
 from zk.kernels.reduce_kernel import launch as launch_reduce
-from zk.kernels.step import AdamStep
+from zk.kernels.reference import AdamStep
 from zk.kernels.tiled_matmul_kernel import launch as launch_matmul
 from zk.offload.cpu_adam import adam_
 

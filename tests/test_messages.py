@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zk.kernels import codec
 from zk.kernels.eight_bit import CODES
-from zk.kernels.step import AdamStep
+from zk.kernels.reference import AdamStep
 from zk.offload.cpu_adam import adam_
 
 from .clock import CPU, Case, Work

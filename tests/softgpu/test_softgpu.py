@@ -21,7 +21,7 @@ from tests.models import GPT, batch, loss_of
 from zk import kernels
 from zk.kernels.adam_kernel import _adam_kernel
 from zk.kernels.numerics import grid
-from zk.kernels.step import AdamStep
+from zk.kernels.reference import AdamStep
 from zk.offload.tiers import TO_DEVICE, TO_HOST, CudaLink, Event, link_to
 
 if not softgpu.installed():

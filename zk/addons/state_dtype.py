@@ -11,7 +11,7 @@ import torch
 from zk.addon import Addon
 from zk.kernels import codec
 from zk.kernels.eight_bit import CODES
-from zk.kernels.step import AdamStep
+from zk.kernels.reference import AdamStep
 from zk.offload.rules import AdamRule, Codec, Rule, Rules, is_plain_adam
 from zk.unit import Unit
 

@@ -9,6 +9,6 @@
 """
 
 from zk.kernels.ops import adam, flatten, reduce, tiled_matmul
-from zk.kernels.step import AdamStep
+from zk.kernels.reference import AdamStep
 
 __all__ = ["AdamStep", "adam", "flatten", "reduce", "tiled_matmul"]

@@ -33,8 +33,7 @@ from zk.kernels.numerics import (
     rounded_bits,
     widened,
 )
-from zk.kernels.reference import Master
-from zk.kernels.step import AdamStep
+from zk.kernels.reference import AdamStep, Master
 
 # numbers of eight_bit.py, as kernels take them
 SMALLEST, V_MOST, M_ADDED, M_MOST = constants(eight_bit.FLOATS)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from zk.kernels import reference
 from zk.kernels.eight_bit import CODES
-from zk.kernels.reference import Master
-from zk.kernels.step import AdamStep
+from zk.kernels.reference import AdamStep, Master
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -1,8 +1,8 @@
 """Adam in host memory, bitwise the same for any number of threads and any chunking.
 
 Two engines under one function, ``adam_``: "numba", one pass over memory (cpu_adam_numba.py), and
-"torch", torch ops over chunks that fit the cache, which runs wherever torch does (any device) and
-is bitwise equal to torch.optim.Adam and AdamW. State on a GPU goes to the kernel of zk.kernels.
+"torch", torch ops over chunks that fit the cache, bitwise equal to torch.optim.Adam and AdamW. State
+on a GPU goes to the kernel of zk.kernels.
 Layouts of master and moments are told by their dtypes (zk/kernels/codec.py).
 Source: Adam, arXiv 1412.6980; decoupled weight decay, arXiv 1711.05101; the CPU update of
 ZeRO-Offload, arXiv 2101.06840, section 5.
@@ -14,15 +14,14 @@ import contextlib
 import functools
 import importlib.util
 import os
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from zk import kernels
 from zk.kernels import reference
 from zk.kernels.ops import check_adam
-from zk.kernels.step import AdamStep
+from zk.kernels.reference import AdamStep
 
 Engine = Literal["numba", "torch"]
 
@@ -71,16 +70,21 @@ def adam_(
         num_threads: of the numba engine; None takes ``default_threads()``. "torch" uses torch's.
     """
     fields = param, grad, master, exp_avg, exp_avg_sq
-    if param.device.type == "cuda" and engine is None:
-        kernels.adam(*fields, step)
-        return
     check_adam(*fields, step)
-    if param.device.type != "cpu" or (engine or default_engine()) == "torch":
-        reference.adam(*fields, step)
+    unchecked(fields, step, engine or default_engine(), num_threads or default_threads())
+
+
+def unchecked(
+    fields: tuple[Tensor | None, ...], step: AdamStep, engine: Engine, num_threads: int
+) -> None:
+    """What ``adam_`` does, without checks: for those who have made the fields themselves."""
+    param: Any = fields[0]
+    if param.device.type != "cpu" or engine == "torch":
+        reference.unchecked("adam", param.device)(*fields, step)
     elif param.numel():
         from zk.offload import cpu_adam_numba
 
-        cpu_adam_numba.adam(fields, step, num_threads or default_threads())
+        cpu_adam_numba.adam(fields, step, num_threads)
 
 
 def sum_of_squares(grad: Tensor, num_threads: int | None = None) -> float | Tensor:

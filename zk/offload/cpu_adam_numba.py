@@ -23,7 +23,7 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from zk.kernels import eight_bit
-from zk.kernels.step import AdamStep
+from zk.kernels.reference import AdamStep
 
 F32, U8, U16, U32 = np.float32, np.uint8, np.uint16, np.uint32
 _FLOAT, _HALF, _WORD = ir.FloatType(), ir.HalfType(), ir.IntType(32)

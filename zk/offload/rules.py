@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from zk.kernels import codec
-from zk.kernels.step import AdamStep
-from zk.offload.cpu_adam import adam_
+from zk.kernels.reference import AdamStep
+from zk.offload import cpu_adam
 from zk.unit import Unit
 
 Group = dict[str, Any]
@@ -116,8 +116,9 @@ class AdamRule(Rule):
             self.made[key] = AdamStep.of(group, self.decoupled, step, scale), group
         scalars, _ = self.made[key]
         moments = fields["exp_avg"], fields["exp_avg_sq"]
-        given = fields["param"], grad, fields.get("master"), *moments, scalars
-        adam_(*given, num_threads=self.num_threads)
+        given = fields["param"], grad, fields.get("master"), *moments
+        threads = self.num_threads or cpu_adam.default_threads()
+        cpu_adam.unchecked(given, scalars, cpu_adam.default_engine(), threads)
 
 
 class StepRule(Rule):
