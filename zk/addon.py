@@ -172,6 +172,7 @@ ALWAYS = {  # "module:class" of add-ons that every optimizer has
     "promised": "zk.addons.promised:Promised",
     "checked": "zk.addons.checked:Checked",
     "partitioned": "zk.addons.partitioned:Partitioned",
+    "checksums": "zk.addons.checksums:Checksums",
     "slow_products": "zk.addons.slow_products:SlowProducts",
     "shown": "zk.tools.summary:Shown",
 }

@@ -229,16 +229,6 @@ def test_what_the_drive_refuses_ends_the_run_by_name(call: str, number: int, whe
     assert raised.value.errno == number and str(raised.value.filename).startswith(str(tmp_path))
 
 
-def test_a_changed_byte_is_an_error(small: None, tmp_path: Path, faults: Faults) -> None:
-    model = Blocks()
-    optimizer = held(model, tmp_path)
-    step(model, optimizer)
-    faults.change = 100
-    with pytest.raises(OSError, match="not what was written there"):
-        for seed in range(3):
-            step(model, optimizer, seed)
-
-
 def test_a_full_drive_is_refused(tmp_path: Path, faults: Faults) -> None:
     faults.fail = {"posix_fallocate": [errno.ENOSPC] * 9}
     with pytest.raises(OSError, match=r"\d+ bytes .* are needed and \d+ .* are free"):

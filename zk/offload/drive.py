@@ -98,7 +98,7 @@ class FileChunk(Chunk):
                 self.writing = [pair for pair in self.writing if not pair[1].done]
             for start, stop in spans if changed else ():
                 pages, place = self.buffer[start : round_up(stop)], self.offset + start
-                self.writing.append((part, self.file.write_async(pages, place, self.arriving)))
+                self.writing.append((part, self.file.write_async(pages, place, [e for e in [self.arriving] if e])))
 
     def put(self, name: str, values: Tensor) -> None:
         """Copy ``values`` (numel,) to the field, which takes their dtype."""

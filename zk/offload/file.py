@@ -3,24 +3,23 @@
 A request is cut into blocks, and a few threads move each by one ``preadv`` or ``pwritev``, past the
 page cache (O_DIRECT) where the file system can. These calls release the GIL. What the drive refuses
 raises in ``wait()``, with path, offset, bytes and errno; nothing is reported done before all of it
-is, and every block that is read must be what was written there, by its checksum.
+is.
 
 Sources: ZeRO-Infinity, arXiv 2104.07857, section 6.3; open(2) on O_DIRECT.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import errno
+import fcntl
 import functools
 import os
 import queue
-import secrets
+import tempfile
 import threading
 import weakref
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -32,17 +31,12 @@ from zk.memory import aligned, round_up
 
 ALIGN = 4096  # what O_DIRECT asks of addresses, offsets and sizes on every drive in use
 BLOCK_NBYTES, THREADS = 4 << 20, 4
-NO_DIRECT = errno.EINVAL, errno.EOPNOTSUPP  # of file systems without it
-NO_RESERVATION = errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS
+NO_RESERVATION = errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS  # EINVAL: of no bytes, too
 Jobs = queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None]
-
-_checksum: Callable[[memoryview], int] = zlib.crc32
-with contextlib.suppress(ImportError):  # as fast as memory is read
-    from xxhash import xxh3_64_intdigest as _checksum  # type: ignore[no-redef]
 
 
 class System:
-    """The system calls that move bytes: tests make them fail, stall and come up short."""
+    """The system calls that move bytes, each within one block; ``File.system`` may be others."""
 
     preadv = staticmethod(os.preadv)
     pwritev = staticmethod(os.pwritev)
@@ -81,40 +75,6 @@ class Request:
             raise copy.copy(error).with_traceback(error.__traceback__)
 
 
-class Checksums:
-    """What was written (XXH3, 64 bits), by block; parts that were written over are forgotten."""
-
-    def __init__(self) -> None:
-        # by block: start -> stop and checksum of its parts, which do not overlap
-        self.parts: dict[int, dict[int, tuple[int, int]]] = {}
-
-    def of(self, offset: int) -> dict[int, tuple[int, int]]:
-        return self.parts.setdefault(offset // BLOCK_NBYTES, {})
-
-    def forget(self, offset: int, nbytes: int) -> None:
-        """A part of one block is about to be written over."""
-        parts = self.of(offset)
-        for start, (stop, _) in list(parts.items()):
-            if start < offset + nbytes and offset < stop:
-                parts.pop(start, None)
-
-    def note(self, offset: int, data: memoryview, value: int) -> None:
-        """A part of one block was written."""
-        self.of(offset)[offset] = offset + len(data), value
-
-    def check(self, path: str, offset: int, data: memoryview) -> None:
-        """OSError if ``data``, read at ``offset``, is not what was written there."""
-        for start, (stop, value) in list(self.of(offset).items()):
-            here = data[max(start - offset, 0) : max(stop - offset, 0)]
-            if len(here) == stop - start and _checksum(here) != value:
-                raise OSError(
-                    errno.EIO,
-                    f"the {stop - start} bytes at offset {start} are not what was written there "
-                    "(their checksum differs): the drive, or another process, has changed them",
-                    path,
-                )
-
-
 class File:
     """A file without a name, striped over one in each of ``folders``, that ends with the process.
 
@@ -134,18 +94,15 @@ class File:
         self, folders: Sequence[str | os.PathLike[str]], nbytes: int = 0, timeout_s: float = 300.0
     ) -> None:
         self.nbytes, self.timeout_s, self.pid = 0, timeout_s, os.getpid()
-        self.checksums = Checksums()
+        self.system: Any = SYSTEM
         self.read_nbytes = self.written_nbytes = 0
-        self.paths: list[str] = []
-        self.descriptors: list[int] = []
+        self.paths, self.descriptors = [os.fspath(folder) for folder in folders], list[int]()
         self.jobs: Jobs = queue.SimpleQueue()
         threads: list[threading.Thread] = []
         self.close = weakref.finalize(self, end, self.jobs, threads, self.descriptors)
         try:
-            for folder in folders:
-                name = f"zk-{self.pid}-{secrets.token_hex(8)}"
-                self.paths.append(os.path.join(folder, name))
-                self.descriptors.append(open_unlinked(os.fspath(folder), name))
+            for path in self.paths:
+                self.descriptors.append(open_unnamed(path))
             self.extend(nbytes)
         except BaseException:
             self.close()
@@ -171,17 +128,19 @@ class File:
 
     def read_async(self, tensor: Tensor, offset: int = 0) -> Request:
         """Start to fill a tensor in host memory with the bytes at ``offset``."""
-        request = self.start("read", tensor, offset, None)
+        request = self.start("read", tensor, offset)
         self.read_nbytes += tensor.nbytes
         return request
 
-    def write_async(self, tensor: Tensor, offset: int = 0, after: Any = None) -> Request:
-        """Start to write a tensor in host memory, once ``after`` has ended."""
+    def write_async(self, tensor: Tensor, offset: int = 0, after: Iterable[Any] = ()) -> Request:
+        """Start to write a tensor in host memory, once what is in ``after`` has ended."""
         request = self.start("write", tensor, offset, after)
         self.written_nbytes += tensor.nbytes
         return request
 
-    def start(self, verb: str, tensor: Tensor, offset: int, after: Any) -> Request:
+    def start(
+        self, verb: str, tensor: Tensor, offset: int, after: Iterable[Any] = ()
+    ) -> Request:
         what = f"{verb} of {tensor.nbytes} bytes at offset {offset} of {', '.join(self.paths)}"
         if self.pid != os.getpid() or not self.close.alive:
             raise RuntimeError(f"{what}, which is closed, or open in the process that forked this")
@@ -202,17 +161,13 @@ class File:
             offset = end
         return request
 
-    def move(self, verb: str, data: memoryview, offset: int, after: Any) -> None:
+    def move(self, verb: str, data: memoryview, offset: int, after: Iterable[Any]) -> None:
         """Move a part of one block, all of it, on an I/O thread."""
-        is_write, sums = verb == "write", self.checksums
         block, within = divmod(offset, BLOCK_NBYTES)
         row, number = divmod(block, len(self.paths))
-        if after is not None:
-            after.wait()
-        if is_write:
-            sums.forget(offset, len(data))
-            value = _checksum(data)
-        call: Callable[..., int] = SYSTEM.pwritev if is_write else SYSTEM.preadv
+        for event in after:
+            event.wait()
+        call: Callable[..., int] = self.system.pwritev if verb == "write" else self.system.preadv
         moved = 0
         while moved < len(data):
             place = row * BLOCK_NBYTES + within + moved
@@ -226,10 +181,6 @@ class File:
                 why = f"{what} moved none: the file has become shorter"
                 raise OSError(errno.EIO, why, self.paths[number])
             moved += some
-        if is_write:
-            sums.note(offset, data, value)
-        else:
-            sums.check(self.paths[number], offset, data)
 
 
 def work(jobs: Jobs) -> None:
@@ -259,52 +210,42 @@ def end(jobs: Jobs, threads: list[threading.Thread], descriptors: list[int]) -> 
             os.close(descriptor)
 
 
-def open_unlinked(folder: str, name: str, direct: int = os.O_DIRECT) -> int:
+def open_unnamed(folder: str) -> int:
     """A descriptor of a new file, whose bytes are there as long as it is open.
 
     It passes the page cache; where the file system cannot, there is a warning.
     """
-    path, descriptor = os.path.join(folder, name), -1
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | direct, 0o600)
-        os.pwritev(descriptor, [aligned(ALIGN).numpy().data], 0)  # some open it, and no more
-        return descriptor
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            descriptor = os.dup(file.fileno())
     except OSError as error:
-        if descriptor >= 0:
-            os.close(descriptor)
-        if direct and error.errno in NO_DIRECT:
-            warn_of_cache(folder, str(error.strerror))
-            return open_unlinked(folder, name, 0)
         why = f"nvme_path must be an existing folder that can be written ({error.strerror})"
         raise OSError(error.errno, why, folder) from None
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-
-
-@functools.cache
-def warn_of_cache(folder: str, why: str) -> None:
-    rank_log.warning(
-        "%s does not take O_DIRECT (%s): transfers go through the page cache, which takes memory and "
-        "time",
-        folder,
-        why,
-    )
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
+        os.pwritev(descriptor, [aligned(ALIGN).numpy().data], 0)  # some take the flag, and no more
+    except OSError as error:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
+        rank_log.warning(
+            "%s does not take O_DIRECT (%s): transfers go through the page cache, which takes memory "
+            "and time",
+            folder,
+            error.strerror,
+        )
+    return descriptor
 
 
 def reserve(descriptor: int, path: str, stop: int, start: int = 0) -> None:
     """Take the space from ``start`` to ``stop``; OSError, with what is free, where there is none."""
-    if start == stop:
-        return
     try:
         SYSTEM.posix_fallocate(descriptor, start, stop - start)
     except OSError as error:
         if error.errno in NO_RESERVATION:
             return os.ftruncate(descriptor, stop)
-        drive = os.statvfs(os.path.dirname(path))
+        drive, needed = os.fstatvfs(descriptor), stop - start
         free = drive.f_bavail * drive.f_frsize
         why = (
-            f"{stop - start} bytes ({(stop - start) / 2**20:,.1f} MiB) are needed and {free} "
+            f"{needed} bytes ({needed / 2**20:,.1f} MiB) are needed and {free} "
             f"({free / 2**20:,.1f} MiB) are free ({error.strerror})"
         )
         raise OSError(error.errno, why, path) from None

@@ -1,0 +1,60 @@
+"""A drive that lies is heard: what is read is what was written there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.core.test_files import Faults, faults, pattern, small_blocks  # noqa: F401
+from tests.core.test_tiers import Blocks, drive_of, held, step
+from zk.addons.checksums import Checksums
+from zk.memory import aligned
+from zk.offload.file import ALIGN, File
+
+
+def beside(system: Any) -> Checksums:
+    checksums = Checksums()
+    checksums.system = system
+    return checksums
+
+
+def test_a_byte_that_has_changed_is_found(tmp_path: Path, faults: Faults) -> None:  # noqa: F811
+    data, found = pattern(6), aligned(6 * ALIGN)
+    file = File([tmp_path], data.nbytes)
+    file.system = beside(faults)
+    file.write_async(data).wait()
+    faults.change = 3 * ALIGN + 5
+    file.read_async(found[: 2 * ALIGN]).wait()  # another place is fine
+    with pytest.raises(OSError, match=f"the {2 * ALIGN} bytes at offset {2 * ALIGN} are not what was written") as raised:
+        file.read_async(found).wait()
+    assert raised.value.filename == str(tmp_path)
+    file.write_async(data[: 3 * ALIGN]).wait()  # written anew over a part of the block: nothing is known of its rest
+    file.read_async(found[2 * ALIGN :], 2 * ALIGN).wait()
+    faults.change = 2 * ALIGN
+    with pytest.raises(OSError, match=f"the {ALIGN} bytes at offset {2 * ALIGN} are not"):
+        file.read_async(found).wait()
+
+
+def test_parts_of_short_writes_are_known(tmp_path: Path, faults: Faults) -> None:  # noqa: F811
+    data, found = pattern(2), aligned(2 * ALIGN)
+    file = File([tmp_path], data.nbytes)
+    file.system, faults.short = beside(faults), 0.4
+    file.write_async(data).wait()
+    file.read_async(found).wait()
+    faults.short, faults.change = 0.0, 100
+    with pytest.raises(OSError, match="bytes at offset 0 are not what was written"):
+        file.read_async(found).wait()
+
+
+def test_a_changed_byte_ends_the_run(tmp_path: Path, faults: Faults) -> None:  # noqa: F811
+    model = Blocks()
+    optimizer = held(model, tmp_path)
+    found = drive_of(optimizer).file.system
+    assert isinstance(found, Checksums) and found.system is faults  # by default, and once
+    step(model, optimizer)
+    faults.change = 100
+    with pytest.raises(OSError, match="not what was written there"):
+        for seed in range(3):
+            step(model, optimizer, seed)
