@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zk.optimizer import Layout
 
 CHUNK_NUMEL = 1 << 23  # elements that are fetched, updated and evicted at once
-Shown = tuple[Tensor | None, list[Tensor], list[int]]  # full parameters, views of each, addresses
+Shown = tuple[Tensor | None, list[Tensor]]  # full parameters, and views of each
 
 
 class Step(NamedTuple):
@@ -62,8 +62,7 @@ class UnitStore:
         self.start = layout.sharers.rank * unit.shard_numel
         ones = torch.full((unit.dtype.itemsize,), 255, dtype=torch.uint8, device=unit.device)
         nan = ones.view(unit.dtype)[0]  # -1 of integers
-        views = [nan.expand(shape) for shape in unit.shapes]
-        self.released: Shown = None, views, [nan.data_ptr()] * len(views)
+        self.released: Shown = None, [nan.expand(shape) for shape in unit.shapes]
         self.viewed: Shown = self.released  # the last full parameters, and their views
         with layout.comm.together(f"taking over {unit.name!r}"):
             values = empty(unit.numel, unit.params[0].dtype, unit.device).zero_()
@@ -78,7 +77,6 @@ class UnitStore:
             full = self.place(values)
         self.full: Any = None
         self.point(None if self.is_partitioned else full)
-        self.note_versions()
 
     def place(self, values: Tensor) -> Tensor:
         """The full parameters; this rank's are on their tier then, with room for what trains them."""
@@ -111,7 +109,7 @@ class UnitStore:
 
     def prefetch(self) -> None:
         """Start to bring the shard to memory."""
-        if self.full is None and self.gathering is None:
+        if self.param.is_away and self.full is None and self.gathering is None:
             self.param.fetch()
 
     def begin_gather(self) -> None:
@@ -142,22 +140,23 @@ class UnitStore:
         self.point(self.codec.post_gather(full))
 
     def point(self, full: Tensor | None) -> None:
-        """Point the parameters to ``full`` (numel,); None: to one element, which is NaN."""
+        """Point the parameters to ``full`` (numel,); None: to one element, which is NaN.
+
+        What users have written to them is forgotten.
+        """
         if full is not None and full is not self.viewed[0]:
-            views = self.unit.views(full)
-            self.viewed = full, views, [view.data_ptr() for view in views]
-        self.full, views, self.pointers = self.released if full is None else self.viewed
+            self.viewed = full, self.unit.views(full)
+        self.full, views = self.released if full is None else self.viewed
         for param, view in zip(self.unit.params, views, strict=True):
             param.data = view
+        self.seen = self.look()
 
-    def take_back(self) -> None:
-        """Point the parameters to where they are, and forget what users have written."""
-        self.point(self.full)
-        self.note_versions()
-
-    def note_versions(self) -> None:
-        """What is written to the parameters from now on is not in the shard."""
-        self.versions = [param._version for param in self.unit.params]
+    def look(self) -> list[Any]:
+        """What changes with a parameter that is written to, or given other data."""
+        # strides of what is released differ
+        strided = not self.is_partitioned
+        params = self.unit.params
+        return [(p._version, p.data_ptr(), strided and p.stride()) for p in params]
 
     def release(self) -> None:
         """Free the full parameters, which keep their shape; below stage 3 they stay.
@@ -183,28 +182,20 @@ class UnitStore:
     def refuse(self, changed: list[int], when: str) -> None:
         """RuntimeError if a parameter was changed at stage 3 where that would be lost."""
         if changed:
-            self.take_back()
+            self.point(self.full)
             raise RuntimeError(
                 f"{self.unit.names[changed[0]]!r} was changed {when}, and at stage 3 that is lost: "
                 "change it within 'with zk.gather(params, write=True):'"
             )
 
     def changed(self) -> list[int]:
-        """The parameters that were written to, or given other data, since the shard was alike."""
-        params, strides = self.unit.params, self.unit.strides
-        before = self.versions, self.pointers, strides
-        now = (
-            [p._version for p in params],
-            [p.data_ptr() for p in params],
-            # what is released has others
-            strides if self.is_partitioned else [p.stride() for p in params],
-        )
-        if now == before:
+        """The parameters that were changed since the shard was alike."""
+        now = self.look()
+        if now == self.seen:
             return []
-        pairs = zip(zip(*now, strict=True), zip(*before, strict=True), strict=True)
-        return [index for index, (new, old) in enumerate(pairs) if new != old]
+        pairs = enumerate(zip(now, self.seen, strict=True))
+        return [index for index, (new, old) in pairs if new != old]
 
-    @torch.no_grad()
     def absorb(self) -> None:
         """Take what users have written to full parameters into the shard and the masters."""
         self.wait()
@@ -222,14 +213,15 @@ class UnitStore:
         for index, value in values.items():
             self.write("master" if unit.is_trained else "param", index, value)
         if changed:
-            self.take_back()
+            self.point(self.full)
 
     # ---- the optimizer: fetch -> update -> evict, publish ----------------------------------------
 
     def fetch(self, number: int) -> None:
         """Start to bring what the update of chunk ``number`` needs."""
         for chunk in (self.param, self.states[number], self.grad.chunks[number]):
-            chunk.fetch()
+            if chunk.is_away:
+                chunk.fetch()
 
     def update(self, number: int, step: Step) -> None:
         """Update chunk ``number``."""
@@ -259,7 +251,7 @@ class UnitStore:
             if self.full is not None:
                 self.param.load("param", self.unit.device, self.renew).wait().wait()
             torch.autograd.graph.increment_version(self.unit.params)
-            self.note_versions()
+            self.seen = self.look()
             self.is_updated = False
 
     def renew(self, shard: Tensor) -> Any:

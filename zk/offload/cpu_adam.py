@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import os
 from typing import Any, Literal
@@ -34,6 +35,12 @@ def default_engine() -> Engine:
     if (name := os.environ.get("ZK_CPU_ADAM", "")) not in wanted:
         raise ValueError(f"ZK_CPU_ADAM must be 'numba' or 'torch'; got {name!r}")
     return wanted[name]
+
+
+@functools.cache
+def numba_engine() -> Any:
+    """The engine's module: importing numba takes a second."""
+    return importlib.import_module("zk.offload.cpu_adam_numba")
 
 
 def default_threads() -> int:
@@ -82,9 +89,7 @@ def unchecked(
     if param.device.type != "cpu" or engine == "torch":
         reference.unchecked("adam", param.device)(*fields, step)
     elif param.numel():
-        from zk.offload import cpu_adam_numba
-
-        cpu_adam_numba.adam(fields, step, num_threads)
+        numba_engine().adam(fields, step, num_threads)
 
 
 def sum_of_squares(grad: Tensor, num_threads: int | None = None) -> float | Tensor:
@@ -95,9 +100,8 @@ def sum_of_squares(grad: Tensor, num_threads: int | None = None) -> float | Tens
     """
     is_near = grad.device.type == "cpu"
     if is_near and default_engine() == "numba":
-        from zk.offload import cpu_adam_numba
-
-        return cpu_adam_numba.sum_of_squares(grad, num_threads or default_threads())
+        total: float = numba_engine().sum_of_squares(grad, num_threads or default_threads())
+        return total
     # (on a GPU vector_norm would copy all of the gradient to float64 first)
-    total: Tensor = torch._foreach_norm([grad], dtype=torch.float64)[0].square()
-    return total.item() if is_near else total
+    squared: Tensor = torch._foreach_norm([grad], dtype=torch.float64)[0].square()
+    return squared.item() if is_near else squared

@@ -26,7 +26,7 @@ SPARE = 4  # buffers of each kind: one is in use, two are read ahead, one is wri
 class FileChunk(Chunk):
     """Fields that rest in a file, one after the other, each on a page of its own."""
 
-    stays = False
+    stays, is_away = False, True
 
     def __init__(self, tier: Drive, offset: int, dtypes: Dtypes, numel: int) -> None:
         self.tier, self.file, self.offset, self.numel = tier, tier.file, offset, numel

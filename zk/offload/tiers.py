@@ -42,6 +42,8 @@ class Chunk:
 
     stays = True
     """What ``load`` brings is the field itself, where it always is."""
+    is_away = False
+    """It is in memory only after ``fetch``, or ``open``."""
 
     def __init__(self, dtypes: Dtypes, numel: int, device: torch.device) -> None:
         self.numel, self.device = numel, device

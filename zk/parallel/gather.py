@@ -51,7 +51,7 @@ def gather(
                 keep_written(places)
         except BaseException:  # what it has left half-done is not kept
             for store, _ in places.values():
-                store.take_back()
+                store.point(store.full)
             raise
 
 
