@@ -57,32 +57,26 @@ def test_a_key_becomes_a_field(config: dict[str, Any], fields: dict[str, Any]) -
     assert {name: getattr(found, name) for name in fields} == fields and found.num_threads == 3
 
 
-def test_keys_that_are_not_used_are_in_one_warning_a_line_each(caplog: Any) -> None:
+def test_keys_that_are_not_used_are_in_one_warning(caplog: Any) -> None:
     zero = {"stage": 3, "overlap_comm": True, "stage3_max_live_parameters": 1, "offload_param": CPU}
     more = {"steps_per_print": 10, "aio": {"block_size": 8}, "wandb": {"enabled": False}}
     found = zk.ZeroConfig.from_deepspeed({ZERO: zero, **more, "optimizer": {"type": "X"}})
     assert found == zk.ZeroConfig(stage=3, param_tier="host", clip_grad_norm=1.0)
     assert [record.message for record in caplog.records] == [
-        """\
-zk: zk does not use these settings of the JSON:
-  aio
-  optimizer
-  steps_per_print
-  zero_optimization.offload_param.pin_memory
-  zero_optimization.overlap_comm
-  zero_optimization.stage3_max_live_parameters"""
+        "zk: zk does not use these settings of the JSON: aio, max_live_parameters, optimizer, "
+        "overlap_comm, pin_memory, steps_per_print"
     ]
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"zero_optimisation": {"stage": 2}}, "'zero_optimisation'.* write 'zero_optimization'"),
-        ({ZERO: {"stages": 2}}, "'zero_optimization.stages'; got 2: write 'stage'"),
-        ({ZERO: {"stage3_foo": 1}}, "'zero_optimization.stage3_foo'; got 1: remove it"),
-        ({ZERO: {"cpu_offload": True}}, "got True: write 'offload_optimizer'"),
-        ({ZERO: {"offload_optimizer": {"device": "disk"}}}, "what others call 'disk' is 'nvme'"),
-        ({ZERO: 3}, "zero_optimization must be an object"),
+        ({"zero_optimisation": {"stage": 2}}, "got 2: write 'zero_optimization.stage', or remove it"),
+        ({ZERO: {"stages": 2}}, "'zero_optimization.stages'; got 2: write 'zero_optimization.stage'"),
+        ({"bf16": True}, "'bf16'; got True: write 'bf16.enabled', or remove it"),
+        ({ZERO: {"cpu_offload": True}}, "got True: write 'zero_optimization.offload_optimizer'"),
+        ({ZERO: {"offload_optimizer": {"device": "disk"}}}, "a disk 'nvme'.; got 'disk'"),
+        ({ZERO: 3}, "'zero_optimization'; got 3: write 'zero_optimization.stage', or remove it"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16 .* one of them false"),
         ({"bf16": {"enabled": "false"}}, "bf16 and fp16 must be true or false"),
         ({"bf16": {"enabled": "auto"}}, 'bf16.enabled is "auto", which nothing fills in'),
@@ -98,8 +92,8 @@ def test_what_zk_cannot_do_is_refused_with_a_remedy(config: dict[str, Any], mess
     [
         ((32, 4, None), 4, (32, 4, 2)),
         ((32, None, 2), 4, (32, 4, 2)),
-        ((32, 4, 3), 4, "got 32, 4, 3 and 4: write two of them"),
-        ((None, None, None), 1, "the config has no batch size: write train_micro"),
+        ((32, 4, 3), 4, "two are to be written; got 32, 4, 3 and 4"),
+        ((None, None, None), 1, "two are to be written; got 0, 0, 1 and 1"),
         (("auto", 4, 2), 4, "which nothing fills in"),
     ],
 )
@@ -141,7 +135,7 @@ def test_initialize_refuses_what_it_cannot_take() -> None:
         (TypeError, "stages", {**given, "stages": 2}),
         (ValueError, "write 'lr_scheduler='", {**given, "config": {"scheduler": {"type": "X"}}}),
         (ValueError, "JSON file; got .*nothere", {**given, "config": "nothere.json"}),
-        (TypeError, "config_params=: write config=", {**given, "config_params": config}),
+        (TypeError, "no option 'config_params'", {**given, "config_params": config}),
     ]
     for error, message, wrong in cases:
         with pytest.raises(error, match=message):

@@ -26,6 +26,7 @@ import zk
 from tests.integrations.families import FAMILIES, as_rank, data, history, make, weights
 from tests.models import DEVICE
 from tests.world import run_world
+from zk.checkpoint.export import export
 from zk.integrations.huggingface import ZeroSeq2SeqTrainer, ZeroTrainer, ZeroTrainerMixin, ZeroTrainingArguments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -317,9 +318,7 @@ def test_a_checkpoint_of_the_plain_trainer_is_gone_on_from(tmp_path: Path) -> No
 # ---- logs, and what is refused -------------------------------------------------------------------------------------------------------
 
 
-def test_all_rates_go_to_loggers_and_three_to_the_console(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rates_go_to_loggers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
     monkeypatch.setenv("ZK_METRICS", "all")
@@ -333,18 +332,7 @@ def test_all_rates_go_to_loggers_and_three_to_the_console(
     events.Reload()
     assert [event.value for event in events.Scalars("train/zk/steps")] == [1.0, 2.0]
     assert {f"train/{name}" for name in lines[-1] if name.startswith("zk/")} <= set(events.Tags()["scalars"])
-    printed = capsys.readouterr().out
-    assert "'loss'" in printed and "zk/step_s" in printed
-    assert set(re.findall(r"zk/\w+", printed)) <= {"zk/step_s", "zk/tokens_per_s", "zk/wait_share"}
-
-
-def test_rates_after_a_resume_are_those_of_the_steps_since(tmp_path: Path) -> None:
-    made(ZeroTrainer, "llama", tmp_path, stop=MIDDLE, more={"eval_strategy": "no"}, zero={"stage": 2}).train()
-    resumed = made(ZeroTrainer, "llama", tmp_path, more={"eval_strategy": "no", "logging_steps": STEPS}, zero={"stage": 2})
-    resumed.train(resume_from_checkpoint=True)
-    (line,) = (line for line in resumed.state.log_history if line["step"] == STEPS and "zk/step_s" in line)
-    tokens = 2 * 2 * 12  # of a step: micro-batches, sequences, words
-    assert line["zk/tokens_per_s"] * line["zk/step_s"] == pytest.approx(tokens, rel=1e-3)
+    assert all(line["zk/step_s"] > 0 for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +341,6 @@ def test_rates_after_a_resume_are_those_of_the_steps_since(tmp_path: Path) -> No
         ({"bf16": True}, {"dtype": "fp16"}, "mixed precision is 'bf16'"),
         ({"bf16": True, "bf16_full_eval": True}, {}, "bf16_full_eval=True.*remove it"),
         ({"torch_compile": True}, {}, "compile"),
-        ({}, {"clip_grad_norm": 0.5}, "clip_grad_norm=0.5 has no effect: the Trainer clips"),
         ({}, {"stage": 4}, "stage"),
     ),
 )
@@ -391,12 +378,12 @@ def test_deepspeeds_json_is_taken_as_it_is_with_auto_from_the_arguments(tmp_path
     ours.train()
     config = ours.zero.config
     assert (config.stage, config.param_tier, config.optimizer_tier, config.dtype, config.clip_grad_norm) == (3, "host", "host", None, None)
-    assert "zk does not use these settings of the JSON:\n  optimizer\n  scheduler\n" in caplog.text
+    assert "zk does not use these settings of the JSON: optimizer, scheduler, steps_per_print" in caplog.text
     same = made(ZeroTrainer, "gpt2", tmp_path, more=more, zero={"stage": 3, **HOST})
     same.train()
     assert history(ours) == history(same)
     rounded = made(ZeroTrainer, "gpt2", tmp_path, more={**more, "bf16": True}, zero=DEEPSPEED)
-    assert rounded._zero_config.dtype is torch.bfloat16
+    assert rounded.accelerator.zero.dtype is torch.bfloat16
 
 
 def test_a_script_that_takes_deepspeeds_json_keeps_its_command_line(tmp_path: Path) -> None:
@@ -408,7 +395,7 @@ def test_a_script_that_takes_deepspeeds_json_keeps_its_command_line(tmp_path: Pa
     (args,) = tf.HfArgumentParser(ZeroTrainingArguments).parse_args_into_dataclasses([*command, "--lr_scheduler_type", "cosine"])
     assert args.deepspeed is None and args.zero == str(tmp_path / "ds.json") and "zero" not in args.to_dict()
     trainer = ZeroTrainer(model=make("gpt2"), args=args, train_dataset=data("gpt2", 8))
-    assert (trainer._zero_config.stage, trainer._zero_config.param_tier) == (3, "host")
+    assert (trainer.accelerator.zero.stage, trainer.accelerator.zero.param_tier) == (3, "host")
     with pytest.raises(ValueError, match=r"ZeroTrainingArguments\(deepspeed=.* and zero= are both given; keep one"):
         ZeroTrainer(model=make("gpt2"), args=args, zero={"stage": 2})
 
@@ -416,7 +403,7 @@ def test_a_script_that_takes_deepspeeds_json_keeps_its_command_line(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changed", "message"),
     (
-        ({"zero_optimisation": {"stage": 3}}, "write 'zero_optimization', or remove it"),
+        ({"zero_optimisation": {"stage": 3}}, "write 'zero_optimization.stage', or remove it"),
     ),
 )
 def test_a_json_with_an_unknown_key_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -486,10 +473,11 @@ def test_a_second_run_begins_with_a_new_model_where_there_is_a_model_init(tmp_pa
     assert runs[1][0]._runtime.stores
 
 
-@pytest.mark.parametrize("family", ("t5", "mixtral"))
-def test_a_model_that_memory_has_no_room_for_twice_is_written_piece_by_piece(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_memory_has_no_room_for_twice_is_saved_for_zk_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     more = {"max_steps": 2, "save_steps": 2, "eval_strategy": "no"}
-    trainer = made(ZeroTrainer, family, tmp_path, more=more, zero=on_drive(tmp_path))
+    trainer = made(ZeroTrainer, "t5", tmp_path, more=more, zero=on_drive(tmp_path))
     monkeypatch.setattr("zk.integrations.huggingface.host_memory", lambda: (1000, 1000))
     monkeypatch.setattr(zk.ZeroOptimizer, "consolidated_state_dict", None, raising=False)
     trainer.train()
@@ -497,10 +485,12 @@ def test_a_model_that_memory_has_no_room_for_twice_is_written_piece_by_piece(fam
     with zk.gather(list(trainer.model.parameters())):
         want = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     for folder in (tmp_path / "checkpoint-2", tmp_path / "last"):
-        assert not list(folder.glob("zk-*"))
-        found = type(trainer.model).from_pretrained(folder).state_dict()
+        assert f"no room for all weights: 'zk export {folder / 'zk'} OUT'" in caplog.text
+        export(folder / "zk", folder / "weights")
+        found = type(trainer.model).from_pretrained(folder / "weights").state_dict()
         assert found.keys() == want.keys()
         assert all(torch.equal(found[name], value) for name, value in want.items())
+    made(ZeroTrainer, "t5", tmp_path, seed=5, more=more, zero={"stage": 2}).train(resume_from_checkpoint=True)
 
 
 def test_weights_alone_are_gone_on_from_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

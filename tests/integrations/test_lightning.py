@@ -318,6 +318,14 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, at: int) -> None:
     assert more[0] == more[1] and len(more[0]) == STEPS - at
 
 
+def test_weights_of_a_folder_are_evaluated(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "zk_stage_3_offload", 3)
+    want = trainer().validate(fit(steps=3), rows(), verbose=False)
+    for strategy in OURS:
+        for module in (Language(), Configured()):
+            assert trainer(strategy).validate(module, rows(), folder, verbose=False) == want
+
+
 def test_old_checkpoints_are_removed_and_the_last_is_a_link(tmp_path: Path) -> None:
     keep = ModelCheckpoint(
         tmp_path, "{step}", monitor="loss", save_top_k=2, every_n_train_steps=2, save_last="link"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +18,16 @@ from zk.integrations.deepspeed import is_deepspeed
 from zk.logs import require
 from zk.optimizer import ZeroOptimizer
 from zk.parallel.runtime import RUNTIMES
-from zk.tools.metrics import Rates, loggable
 
 KINDS = "NO", "MULTI_GPU", "MULTI_CPU"  # of accelerate, that zk may be in
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # by mixed_precision
 FOLDER = "zk"  # of our checkpoint, in a folder of accelerate's or the Trainer's
-HOOKS = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
 
 
-def zero_of(model: Any) -> ZeroOptimizer | None:
+def zero_of(model: nn.Module) -> ZeroOptimizer | None:
     """The ZeroOptimizer that a model's parameters belong to."""
-    params = list(model.parameters()) if isinstance(model, nn.Module) else []
-    owners = (r.owner() for r in RUNTIMES if any(param in r.store_of for param in params))
-    return next(owners, None)
-
-
-def config_of(zero: Any, auto: Mapping[str, Any], **overrides: Any) -> ZeroConfig:
-    """What ``zero=`` means: a config, its fields, DeepSpeed's JSON, or None for all defaults."""
-    if is_deepspeed(zero):
-        return ZeroConfig.from_deepspeed(zero, auto=auto, **overrides)
-    return zero if isinstance(zero, ZeroConfig) else ZeroConfig(**(zero or {}))
+    params = {*model.parameters()}
+    return next((r.owner() for r in RUNTIMES if not params.isdisjoint(r.store_of)), None)
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -45,10 +35,6 @@ def unwrapped(optimizer: Any) -> Any:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def _given(hook: Callable[..., Any], models: list[nn.Module]) -> Callable[..., Any]:
-    return lambda _, *rest: hook(models, *rest)
 
 
 class _Prepared(AcceleratedOptimizer):
@@ -65,7 +51,8 @@ class ZeroAccelerator(Accelerator):
 
     Args:
         zero: a ZeroConfig, its fields as a dict, or DeepSpeed's JSON as a path or a dict, by which
-            ``prepare`` wraps a torch optimizer. None: ``prepare`` takes a ZeroOptimizer of yours.
+            ``prepare`` wraps a torch optimizer; it takes a ZeroOptimizer of yours as it is. None:
+            all defaults.
         kwargs: accelerate's. ``mixed_precision="bf16"`` means bf16 parameters with fp32 masters;
             with ``zero={"dtype": "fp32"}`` it means accelerate's autocast over fp32 parameters.
 
@@ -77,15 +64,22 @@ class ZeroAccelerator(Accelerator):
 
     def __init__(self, *args: Any, zero: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        auto = {f"{name}.enabled": self.mixed_precision == name for name in ("bf16", "fp16")}
-        auto["gradient_clipping"] = False
-        self.adopt(None if zero is None else config_of(zero, auto))
+        self.adopt(zero)
 
-    def adopt(self, config: ZeroConfig | None) -> None:
-        """Take precision over from accelerate. ValueError where its settings contradict zk's."""
+    def adopt(self, zero: Any, **overrides: Any) -> None:
+        """Take precision over from accelerate, by ``zero`` as ``ZeroAccelerator`` takes it.
+
+        ``overrides`` win over DeepSpeed's JSON. ValueError where accelerate's settings contradict.
+        """
         kind, precision = str(self.distributed_type).rpartition(".")[2], self.mixed_precision
+        if is_deepspeed(zero):
+            auto = {f"{name}.enabled": name == precision for name in DTYPES}
+            auto["gradient_clipping"] = False
+            config = ZeroConfig.from_deepspeed(zero, auto=auto, **overrides)
+        else:
+            config = zero if isinstance(zero, ZeroConfig) else ZeroConfig(**(zero or {}))
         backend, asked = self.state.dynamo_plugin.backend.value, DTYPES.get(precision)
-        dtype = getattr(config, "dtype", None) or asked
+        dtype = config.dtype or asked
         is_autocast = (dtype, asked) == (torch.float32, torch.bfloat16)
         for holds, rule in (
             (kind in KINDS, f"zk does what distributed_type {kind} does; leave that out"),
@@ -98,15 +92,11 @@ class ZeroAccelerator(Accelerator):
             ),
         ):
             require(holds, rule)
-        self.zero = config and dataclasses.replace(config, dtype=dtype)
-        if config is not None and not is_autocast:
+        if not is_autocast:
             self.native_amp, self.scaler = False, None
-
-    def zero_here(self) -> ZeroConfig:
-        """The config, with the device of this process, to which a model never moves as a whole."""
-        assert self.zero is not None
-        is_free = self.zero.device is None and self.device_placement
-        return dataclasses.replace(self.zero, device=self.device) if is_free else self.zero
+        # of this process, to which a model never moves as a whole
+        device = config.device or (self.device if self.device_placement else None)
+        self.zero = dataclasses.replace(config, dtype=dtype, device=device)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         return super().prepare(*(self._wrapped(one, args) for one in args), **kwargs)
@@ -114,15 +104,14 @@ class ZeroAccelerator(Accelerator):
     def _wrapped(self, one: Any, among: tuple[Any, ...]) -> Any:
         """A torch optimizer becomes a ZeroOptimizer over the model whose parameters it has."""
         done = (ZeroOptimizer, AcceleratedOptimizer)
-        if self.zero is None or not isinstance(one, torch.optim.Optimizer) or isinstance(one, done):
+        if not isinstance(one, torch.optim.Optimizer) or isinstance(one, done):
             return one
         params = {param for group in one.param_groups for param in group["params"]}
         models = [model for model in among if isinstance(model, nn.Module)]
-        models = [model for model in models if not params.isdisjoint(model.parameters())]
-        require(models, "prepare() got an optimizer without its model; pass both in one call")
-        is_one = params.issubset(models[0].parameters())
-        require(is_one, "an optimizer has two models' parameters; make one optimizer for each")
-        return ZeroOptimizer(models[0], one, self.zero_here())
+        models = [model for model in models if params.issubset(model.parameters())]
+        rule = "prepare() needs the model of an optimizer's parameters: pass both in one call"
+        require(models, rule)
+        return ZeroOptimizer(models[0], one, self.zero)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if zero_of(model) is not None:  # without DDP, and where it is
@@ -132,20 +121,25 @@ class ZeroAccelerator(Accelerator):
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         if not isinstance(optimizer, ZeroOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
-        rule = "mixed_precision='fp16' has torch's scaler; give zero=ZeroConfig()"
-        require(self.scaler is None, rule)
-        self._rates = Rates(optimizer)
+        require(not self._optimizers, "prepare() takes one optimizer; use a loop without accelerate")
         self._optimizers.append(_Prepared(optimizer, device_placement=False))
-        return self._optimizers[-1]
+        return self._optimizers[0]
 
-    def _zeros(self) -> list[ZeroOptimizer]:
-        found = map(unwrapped, self._optimizers)
-        return [optimizer for optimizer in found if isinstance(optimizer, ZeroOptimizer)]
+    def _optimizer(self) -> ZeroOptimizer:
+        require(self._optimizers, "there is no optimizer: give it to prepare(), with its model")
+        optimizer: ZeroOptimizer = unwrapped(self._optimizers[0])
+        return optimizer
 
     def backward(self, loss: Tensor, **kwargs: Any) -> Any:
-        if len(zeros := self._zeros()) != 1:
-            return super().backward(loss, **kwargs)
-        return zeros[0].backward(loss / self.gradient_accumulation_steps, **kwargs)
+        return self._optimizer().backward(loss / self.gradient_accumulation_steps, **kwargs)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """accelerate's; of all that is trained, in one exchange over ranks."""
+        params, zero = [*parameters], self._optimizer()
+        is_all = {p for p in params if p.requires_grad} == zero._layout.owners.keys()
+        if is_all and norm_type == 2:
+            return zero.clip_grad_norm_(max_norm)
+        return super().clip_grad_norm_(params, max_norm, norm_type)
 
     def no_sync(self, model: nn.Module) -> Any:
         """At stages 0 and 1 gradients stay on their rank; at 2 and 3 each backward reduces them."""
@@ -154,51 +148,35 @@ class ZeroAccelerator(Accelerator):
             return super().no_sync(model)
         return zero.no_sync()
 
-    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """accelerate's, with the rates since the last call (``zk/step_s``, ...)."""
-        zeros = self._zeros()
-        rates = loggable(zeros[0], self._rates) if len(zeros) == 1 else {}
-        super().log({**values, **rates}, *args, **kwargs)
-
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         zero = zero_of(model)
         if zero is None or zero.model is not self.unwrap_model(model):
             return super().get_state_dict(model, unwrap)
         return zero.consolidated_state_dict(rank0_only=True)
 
-    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
-        with self._without_zeros():
-            folder: str = super().save_state(output_dir, *args, **kwargs)
-        for place, zero in self._places(folder):
-            zero.save_checkpoint(place, keep=1)
+    def save_state(self, *args: Any, **kwargs: Any) -> str:
+        rule = "save_state() hooks would get no model of zk; write your files after save_state()"
+        require(not self._save_model_state_pre_hook, rule)
+        with self._without_zero():
+            folder: str = super().save_state(*args, **kwargs)
+        self._optimizer().save_checkpoint(Path(folder, FOLDER), keep=1)
         return folder
 
-    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
-            folders = Path(self.project_dir, "checkpoints").iterdir()  # the latest is meant
-            input_dir = str(max(folders, key=lambda path: int(path.name.rpartition("_")[2])))
-        for place, zero in () if input_dir is None else self._places(input_dir):
-            require(place.is_dir(), f"{place} is not there: give what its own save_state wrote")
-            zero.load_checkpoint(place)
-        with self._without_zeros():
-            super().load_state(input_dir, *args, **kwargs)  # last, as its random numbers count
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        zero = self._optimizer()
 
-    def _places(self, folder: str) -> Iterator[tuple[Path, ZeroOptimizer]]:
-        """The folder of each optimizer's checkpoint."""
-        for number, zero in enumerate(self._zeros()):
-            yield Path(folder, f"{FOLDER}_{number}" if number else FOLDER).expanduser(), zero
+        def load(_: Any, folder: str) -> None:  # before accelerate's random numbers, which count
+            zero.load_checkpoint(Path(folder, FOLDER))
+
+        with self.register_load_state_pre_hook(load), self._without_zero():
+            super().load_state(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _without_zeros(self) -> Iterator[None]:
-        """Hide our models and optimizers from accelerate. Users' hooks get all models."""
-        names = ("_models", "_optimizers", *HOOKS)
-        hidden, zeros = {name: getattr(self, name) for name in names}, self._zeros()
-        for name in HOOKS:
-            hooks = hidden[name].items()
-            setattr(self, name, {key: _given(hook, list(self._models)) for key, hook in hooks})
-        self._models = [model for model in self._models if zero_of(model) not in zeros]
-        self._optimizers = [one for one in self._optimizers if unwrapped(one) not in zeros]
+    def _without_zero(self) -> Iterator[None]:
+        """Hide our model and optimizer from accelerate."""
+        hidden = {"_models": self._models, "_optimizers": self._optimizers}
+        self._models, self._optimizers = [m for m in self._models if zero_of(m) is None], []
         try:
             yield
         finally:
-            self.__dict__.update(hidden)
+            vars(self).update(hidden)

@@ -23,16 +23,17 @@ from zk.parallel.comm import Comm, connect
 from zk.precision import DynamicLossScale
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
-_BATCH = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"]
-_SCALE = {"loss_scale_window": "window", "hysteresis": "hysteresis", "min_loss_scale": "minimum"}
 _ZERO = "zero_optimization"
-_INSTEAD = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param",
-    "scheduler": "lr_scheduler=", "config_params": "config=", "training_data": "a DataLoader"}
-_KEYS = {"": f"{' '.join(_BATCH)} gradient_clipping", "bf16": "enabled", _ZERO: "stage",
-    "fp16": f"enabled loss_scale initial_scale_power {' '.join(_SCALE)}", "optimizer": "type",
-    **dict.fromkeys((f"{_ZERO}.offload_param", f"{_ZERO}.offload_optimizer"), "device nvme_path"),
-    "optimizer.params": "lr betas eps weight_decay momentum adam_w_mode"}
-_USED = [f"{place}.{key}".lstrip(".") for place, keys in _KEYS.items() for key in keys.split()]
+_USED = """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps
+    gradient_clipping bf16.enabled fp16.enabled fp16.loss_scale fp16.initial_scale_power
+    fp16.loss_scale_window fp16.hysteresis fp16.min_loss_scale optimizer.type optimizer.params.lr
+    optimizer.params.betas optimizer.params.eps optimizer.params.weight_decay
+    optimizer.params.momentum optimizer.params.adam_w_mode zero_optimization.stage
+    zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
+    zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.nvme_path
+    """
+_BATCH = _USED.split()[:3]
+_INSTEAD = {"cpu_offload": f"{_ZERO}.offload_optimizer", "scheduler": "lr_scheduler="}
 _NEEDLESS = """activation_checkpointing aio allgather_bucket_size allgather_partitions buffer_count
     buffer_size checkpoint comms_logger contiguous_gradients csv_monitor flops_profiler
     gather_16bit_weights_on_model_save ignore_unused_parameters max_in_cpu max_live_parameters
@@ -42,16 +43,13 @@ _NEEDLESS = """activation_checkpointing aio allgather_bucket_size allgather_part
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"""
 
 
-def _flat(section: Any, above: str = "") -> Iterator[tuple[str, str, Any]]:  # name, written, value
-    rule = f"{above or 'the config'} must be an object, {{...}}; got {section!r}"
-    require(isinstance(section, Mapping), rule)
+def _flat(section: Any, above: str = "") -> Iterator[tuple[str, Any]]:  # dotted name, value
     for key, value in section.items():
-        written = f"{above}.{key}".lstrip(".")
-        name = written.replace("bfloat16", "bf16").replace(".stage3_", ".")
-        if name in _KEYS:
-            yield from _flat(value or {}, written)
+        name = f"{above}{key.removeprefix('stage3_')}".replace("bfloat16", "bf16")
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{name}.")
         elif value is not None:
-            yield name, written, value
+            yield name, value
 
 
 def _read(config: Config, auto: Mapping[str, Any], unused: Collection[str]) -> dict[str, Any]:
@@ -61,22 +59,24 @@ def _read(config: Config, auto: Mapping[str, Any], unused: Collection[str]) -> d
             config = json.loads(Path(config).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError) as error:
             raise ValueError(f"the config must be a dict or a JSON file; got {error}") from error
-    values, others, needless = dict[str, Any](), set[str](), _NEEDLESS.split()
-    for name, written, value in _flat(config):
-        place, key = name.partition(".")[0], name.rpartition(".")[2]
-        if name in _USED and place not in unused:
+    require(isinstance(config, Mapping), f"the config must be an object, {{...}}; got {config!r}")
+    values, ignored, used = dict[str, Any](), set[str](), _USED.split()
+    for name, value in _flat(config):
+        parts = {*name.split(".")}
+        needless = parts & {*unused, *_NEEDLESS.split()}
+        if name in used and not needless:
             values[name] = auto.get(name, value) if value == "auto" else value
-            rule = f'{written} is "auto", which nothing fills in: write a value'
+            rule = f'{name} is "auto", which nothing fills in: write a value'
             require(values[name] != "auto", rule)
-        elif value not in (False, {}, {"enabled": False}, "auto"):  # those ask for nothing
-            known = {*".".join(_USED).split("."), *needless}
-            close = _INSTEAD.get(key) or "".join(difflib.get_close_matches(key, known, 1, 0.7))
-            remedy = f"write {close!r}, or remove it" if close else "remove it"
-            rule = f"zk has no setting {written!r}; got {value!r}: {remedy}"
-            require(place in unused or key in needless, rule)
-            others.add(f"  {place if place in unused else written}")
-    if others:
-        log.warning("zk does not use these settings of the JSON:\n%s", "\n".join(sorted(others)))
+        elif value not in (False, "auto"):  # those ask for nothing
+            known = [_INSTEAD[part] for part in parts & _INSTEAD.keys()]
+            known += difflib.get_close_matches(name, used, 1, 0)
+            rule = f"write {known[0]!r}, or remove it"
+            require(needless, f"zk has no setting {name!r}; got {value!r}: {rule}")
+            ignored |= needless
+    if ignored:
+        names = ", ".join(sorted(ignored))
+        log.warning("zk does not use these settings of the JSON: %s", names)
     return values
 
 
@@ -86,17 +86,20 @@ def _zero_config(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Zer
         section = f"{_ZERO}.offload_{field}"
         device = values.get(f"{section}.device", "none")
         fields[f"{field}_tier"] = {"none": "device", "cpu": "host"}.get(device, device)
-        if device == "nvme" and (path := values.get(f"{section}.nvme_path")):
-            fields["nvme_path"] = list(dict.fromkeys([*fields.get("nvme_path", []), path]))
+        if device == "nvme":
+            fields["nvme_path"] = values.get(f"{section}.nvme_path")
     asked = values.get("bf16.enabled", False), values.get("fp16.enabled", False)
     dtypes = {(False, False): None, (True, False): "bf16", (False, True): "fp16"}
     rule = f"bf16 and fp16 must be true or false, and one of them false; got {asked}"
-    require(asked in [*dtypes], rule)
+    require(asked in dtypes, rule)
     fields["dtype"] = dtypes[asked]
     if asked[1]:
-        scale = {_SCALE[key]: value for key in _SCALE if (value := values.get(f"fp16.{key}"))}
-        scale["init"] = 2.0 ** values.get("fp16.initial_scale_power", 16)
-        fields["loss_scale"] = values.get("fp16.loss_scale") or DynamicLossScale(**scale)
+        fields["loss_scale"] = values.get("fp16.loss_scale") or DynamicLossScale(
+            init=2.0 ** values.get("fp16.initial_scale_power", 16),
+            window=values.get("fp16.loss_scale_window", 1000),
+            hysteresis=values.get("fp16.hysteresis", 2),
+            minimum=values.get("fp16.min_loss_scale", 1.0),
+        )
     fields["clip_grad_norm"] = values.get("gradient_clipping", 1.0) or None
     return ZeroConfig(**{**fields, **overrides})
 
@@ -115,14 +118,12 @@ def is_deepspeed(zero: Any) -> bool:
 def _batch_sizes(values: Mapping[str, Any], world: int) -> tuple[int, int, int]:
     """The three of ``_BATCH``: what is missing is computed as DeepSpeed does."""
     train, micro, count = (values.get(name) for name in _BATCH)
-    require(train or micro, f"the config has no batch size: write {_BATCH[1]}")
     count = count or (train // (micro * world) if train and micro else 1)
     micro = micro or (train or 0) // (count * world)
     train = train or micro * count * world
+    rule = f"{_BATCH[0]} must be {_BATCH[1]} x {_BATCH[2]} x ranks, of which two are to be written"
     require(
-        train == micro * count * world > 0,
-        f"{_BATCH[0]} must be {_BATCH[1]} x {_BATCH[2]} x ranks; got {train}, {micro}, {count} and "
-        f"{world}: write two of them",
+        train == micro * count * world > 0, f"{rule}; got {train}, {micro}, {count} and {world}"
     )
     return train, micro, count
 
@@ -206,8 +207,6 @@ def initialize(
     ``overrides`` are fields of ZeroConfig. Returns the engine, its ZeroOptimizer, None and the
     scheduler. ValueError: for settings that zk does not have.
     """
-    for name in _INSTEAD.keys() & overrides.keys():
-        raise TypeError(f"zk.initialize does not take {name}=: write {_INSTEAD[name]}")
     config = config or getattr(args, "deepspeed_config", None)
     rule = f"model must be a module, config= a path or dict; got {model}, {config}"
     require(config is not None and isinstance(model, nn.Module), rule, TypeError)
@@ -249,5 +248,4 @@ def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
         if "RANK" not in os.environ:
             store = dist.HashStore()  # type: ignore[attr-defined]
             options = {"store": store, "rank": 0, "world_size": 1, **options}
-        default = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(dist_backend or default, **options)
+        dist.init_process_group(dist_backend, **options)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import shutil
-import warnings
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from zk.checkpoint import interrupted
-from zk.checkpoint.export import export
-from zk.integrations.accelerate import FOLDER, ZeroAccelerator, config_of, unwrapped
+from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
 from zk.logs import log, require
 from zk.memory import host_memory
 from zk.nn.pretrained import load_pretrained
@@ -30,10 +26,7 @@ except ImportError:
     PeftModel = None
 
 SCHEDULER, OPTIMIZER = "scheduler.pt", "optimizer.pt"  # the Trainer's names
-ON_CONSOLE = ("zk/step_s", "zk/tokens_per_s", "zk/wait_share")
 REFUSED = {  # TrainingArguments -> what to do instead
-    "deepspeed": "give the file as zero=, or use ZeroTrainingArguments, which read it",
-    "fsdp": "remove it: stage=3 does what it does",
     "torch_compile": "compile the blocks of the model instead (block.compile())",
     **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), "remove it: parameters are that already"),
 }
@@ -64,42 +57,30 @@ class ZeroTrainerMixin:
 
     zero: Any = None  # the ZeroOptimizer, once there is one
     optimizer: Any
-    _rates: Rates | None = None  # since the first step of a run
+    _rates: Rates | None = None
     _resume_from: Path | None = None  # the newest checkpoint
-    _state_is_saved = False  # in the checkpoint that is being written
 
     def __init__(self, *args: Any, zero: Any = None, **kwargs: Any) -> None:
-        arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
-        said = getattr(arguments, "zero", None)
-        both = "ZeroTrainingArguments(deepspeed=) and zero= are both given; keep one"
-        require(said is None or zero is None, both)
-        auto = {f"{name}.enabled": getattr(arguments, name, False) for name in ("bf16", "fp16")}
-        given = next((given for given in (said, zero) if given is not None), None)
-        self._zero_config = config_of(given, auto, clip_grad_norm=None)  # the Trainer clips
+        self._zero_given = zero
         super().__init__(*args, **kwargs)
-        for name, remedy in REFUSED.items():
-            value = getattr(self.args, name, None)
-            require(not value, f"TrainingArguments({name}={value!r}) is not for zk; {remedy}")
-        clipped, norm = self._zero_config.clip_grad_norm, self.args.max_grad_norm
-        require(
-            not norm or clipped is None,
-            f"clip_grad_norm={clipped} has no effect: the Trainer clips by max_grad_norm={norm} of "
-            "its TrainingArguments; set that, and leave this out",
-        )
-        gpus = self.args.n_gpu
-        require(gpus < 2, f"one process sees {gpus} GPUs; use torchrun --nproc_per_node {gpus}")
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, (tf.PrinterCallback, tf.ProgressCallback)):
-                callback.on_log = functools.partial(_short, callback.on_log)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
+        said, given = getattr(self.args, "zero", None), self._zero_given
+        both = "ZeroTrainingArguments(deepspeed=) and zero= are both given; keep one"
+        require(None in (said, given), both)
+        for name, remedy in REFUSED.items():
+            is_free = not getattr(self.args, name, False)
+            require(is_free, f"TrainingArguments({name}=True) is not for zk; {remedy}")
+        gpus = self.args.n_gpu
+        require(gpus < 2, f"one process sees {gpus} GPUs; use torchrun --nproc_per_node {gpus}")
         self.accelerator.__class__ = ZeroAccelerator  # which the Trainer made from its arguments
-        self.accelerator.adopt(self._zero_config)
+        # the Trainer clips, not by DeepSpeed's JSON
+        self.accelerator.adopt(given if said is None else said, clip_grad_norm=None)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """At stage 3 the optimizer moves parameters to their tier, and never all to the device."""
-        if self._zero_config.stage != 3 and not any(param.is_meta for param in model.parameters()):
+        if self.accelerator.zero.stage != 3 and not any(param.is_meta for param in model.parameters()):
             super()._move_model_to_device(model, device)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,8 +88,9 @@ class ZeroTrainerMixin:
             if self.zero is not None:
                 self.zero.close()  # of an earlier model: the Trainer has a new one
             inner = super().create_optimizer(*args, **kwargs)
-            self.optimizer = ZeroOptimizer(self.model, inner, self.accelerator.zero_here())
-        self.zero, self._rates = unwrapped(self.optimizer), None
+            self.optimizer = ZeroOptimizer(self.model, inner, self.accelerator.zero)
+        self.zero = unwrapped(self.optimizer)
+        self._rates = Rates(self.zero)
         return self.optimizer
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,13 +101,6 @@ class ZeroTrainerMixin:
             if self.zero is not None:
                 interrupted.tell(error, self.zero, self._resume_from)
             raise
-
-    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._rates is None:  # loading, and skipping batches, is not training
-            self._rates = Rates(self.zero)
-        if isinstance(inputs, Mapping) and isinstance(inputs.get("input_ids"), torch.Tensor):
-            self._rates.tokens += inputs["input_ids"].numel() * self.args.world_size
-        return super().training_step(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """The Trainer's; a line about training holds the rates since the last one."""
@@ -140,36 +115,31 @@ class ZeroTrainerMixin:
             self._rates.restart()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        if self._zero_config.stage == 3 and self.zero is None:  # it moves parameters to their tier
+        if self.accelerator.zero.stage == 3 and self.zero is None:  # it moves parameters to their tier
             self.create_optimizer()
         return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write full weights for ``from_pretrained`` on the first rank; all ranks call it."""
-        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        folder, zero = Path(output_dir or self.args.output_dir), self.zero
         if _internal_call:
-            if self.args.process_index == 0 and (folder / FOLDER).exists():
-                shutil.rmtree(folder / FOLDER)  # of an earlier run; it would win over these weights
+            if self.args.process_index == 0:  # of an earlier run; it would win over these weights
+                shutil.rmtree(folder / FOLDER, ignore_errors=True)
             self.accelerator.wait_for_everyone()  # before anybody writes there
-        zero, self._state_is_saved = self.zero, False
         if zero is None or not zero._runtime.stores or zero.config.stage != 3:
             super().save_model(output_dir, _internal_call)
             return
         names = self._names_to_save()
         nbytes = 2 * sum(param.nbytes for param in self.model.parameters())  # whole, and in files
-        fits = bool(broadcast_object_list([nbytes < host_memory()[1]])[0])
-        in_memory = names is not None or fits
-        state = zero.consolidated_state_dict(rank0_only=True, names=names) if in_memory else {}
+        fits = broadcast_object_list([nbytes < host_memory()[1]])[0]
+        if names is None and not fits:
+            log.warning("no room for all weights: 'zk export %s OUT' writes them", folder / FOLDER)
+            if not _internal_call or self.args.save_only_model:
+                zero.save_checkpoint(folder / FOLDER)
+            return
+        state = zero.consolidated_state_dict(rank0_only=True, names=names)
         if self.args.should_save:
             self._save(str(folder), state_dict=state)
-        if not in_memory:
-            self._state_is_saved = _internal_call and not self.args.save_only_model
-            place = folder / (FOLDER if self._state_is_saved else f"{FOLDER}-weights")
-            zero.save_checkpoint(place)
-            if self.args.should_save:
-                _export(place, folder)
-                if not self._state_is_saved:
-                    shutil.rmtree(place)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -178,7 +148,7 @@ class ZeroTrainerMixin:
         if PeftModel is None or not isinstance(self.model, PeftModel):
             return None
         params = self.model.named_parameters(remove_duplicate=False)
-        named = {n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in params}
+        named = {name: torch.empty_like(param, device="meta") for name, param in params}
         kept = set[int]()
         for adapter in self.model.peft_config:
             state = get_peft_model_state_dict(self.model, dict(named), adapter_name=adapter)
@@ -187,13 +157,10 @@ class ZeroTrainerMixin:
         return found if len(kept) == len(found) else None  # a tuner that computes what it writes
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        folder = Path(output_dir)
-        if not self._state_is_saved:
-            self.zero.save_checkpoint(folder / FOLDER)
-        self._resume_from = folder
+        self._resume_from = Path(output_dir)
+        self.zero.save_checkpoint(self._resume_from / FOLDER)
         if self.args.should_save:
-            with warnings.catch_warnings(action="ignore", category=UserWarning):  # on the optimizer
-                torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
+            torch.save(self.lr_scheduler.state_dict(), self._resume_from / SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *model: nn.Module) -> None:
         """Weights come with the optimizer's state, unless the plain Trainer wrote them."""
@@ -208,36 +175,17 @@ class ZeroTrainerMixin:
             super()._load_from_checkpoint(resume_from_checkpoint, *model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        folder = None if checkpoint is None else Path(checkpoint)
-        if folder is None or not (folder / FOLDER).is_dir():
-            if folder is not None and not (folder / OPTIMIZER).is_file():
-                log.warning("%s has weights only: optimizer and schedule begin anew", folder)
-            super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
             return
-        self.zero.load_checkpoint(folder / FOLDER)
-        self._resume_from = folder
-        state = torch.load(folder / SCHEDULER, weights_only=True)
-        with warnings.catch_warnings(action="ignore", category=UserWarning):
-            self.lr_scheduler.load_state_dict(state)
-
-
-def _short(on_log: Callable[..., Any], *args: Any, logs: dict[str, Any], **kwargs: Any) -> Any:
-    """``on_log`` of a callback that prints: it gets time, tokens, and waits from 0.5% on."""
-    hidden = {name for name in logs if name.startswith("zk/") and name not in ON_CONSOLE}
-    if logs.get("zk/wait_share", 0) < 0.005:
-        hidden.add("zk/wait_share")
-    return on_log(*args, logs={name: logs[name] for name in logs if name not in hidden}, **kwargs)
-
-
-def _export(checkpoint: Path, output_dir: Path) -> None:
-    """Write a checkpoint's weights piece by piece, in place of those of ``save_pretrained``."""
-    passing = output_dir / f"{FOLDER}-export"
-    files = export(checkpoint, passing).files
-    for empty in output_dir.glob("*.safetensors"):
-        empty.unlink()
-    for file in (*files, *passing.glob("*.index.json")):
-        file.rename(output_dir / file.name)
-    shutil.rmtree(passing)
+        folder = Path(checkpoint)
+        if (folder / FOLDER).is_dir():
+            self.zero.load_checkpoint(folder / FOLDER)
+            self._resume_from = folder
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
+        elif (folder / OPTIMIZER).is_file():
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            log.warning("%s has weights only: optimizer and schedule begin anew", folder)
 
 
 class ZeroTrainer(ZeroTrainerMixin, tf.Trainer):

@@ -24,13 +24,12 @@ from torch import Tensor
 
 from zk.checkpoint import folders
 from zk.checkpoint.contents import Checkpoint
-from zk.checkpoint.manifest import buffers_of, cuts_of
+from zk.checkpoint.export import entries_of, value_of
 from zk.config import ZeroConfig
 from zk.logs import log, require
 from zk.memory import host_memory
 from zk.nn.deferred import deferred_init
 from zk.optimizer import NoGradient, ZeroOptimizer
-from zk.parallel.gather import place_of
 
 NAMES: dict[str, dict[str, Any]] = {  # of a strategy: fields of ZeroConfig
     "zk": {},
@@ -67,10 +66,13 @@ class ZeroPrecision(_Precision):  # type: ignore[misc]
 
     def backward(self, tensor: Tensor, model: Any, _: Any, *args: Any, **kwargs: Any) -> None:
         zero = model.trainer.strategy.zero
-        if zero is None or zero._scaler.scale == 1.0:
+        if zero._scaler.scale == 1.0:
             model.backward(tensor, *args, **kwargs)
         else:  # past ``backward`` of the module, which does not know of the scale
             zero.backward(tensor, *args, **kwargs)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        optimizer.clip_grad_norm_(clip_val)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         with contextlib.suppress(NoGradient):  # training_step may return None
@@ -131,9 +133,8 @@ class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         self._fitting = trainer.state.fn.value == "fit"
         module, plugin = self.lightning_module, self.precision_plugin
         for part in module.modules():  # the ZeroOptimizer moves the model, but no metrics
-            if hasattr(part, "_device") and next(part.parameters(), None) is None:
+            if hasattr(part, "_defaults"):
                 part.to(self.root_device)
-        self._dtypes = {name: buffer.dtype for name, buffer in module.named_buffers()}
         config = replace(self.config, device=self.root_device, dtype=plugin.dtype)
         if self._fitting:
             rule = "automatic_optimization must be True; else write a plain loop"
@@ -144,14 +145,11 @@ class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             if self._layer_sync is not None:
                 self.model = module = self._layer_sync.apply(module)
             self.setup_optimizers(trainer)
-            names = [type(each).__name__ for each in self.optimizers]
-            rule = "configure_optimizers must return one optimizer; got none"
-            require(names not in ([], ["_MockOptimizer"]), rule)
-            self.zero = ZeroOptimizer(module, self.optimizers[0], config)
-            self.optimizers = [self.zero]
-        elif next(module.parameters(), None) is not None:  # nothing is updated
+        else:  # nothing is updated
             config = replace(config, options={})
-            self.zero = ZeroOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.0), config)
+            self.optimizers = [torch.optim.SGD(module.parameters(), lr=0.0)]
+        self.zero = ZeroOptimizer(module, self.optimizers, config)
+        self.optimizers = [self.zero]
         if self._pending is not None:
             self.load_model_state_dict(*self._pending)
             self._pending = None
@@ -211,62 +209,54 @@ class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         is_meta = any(param.is_meta for param in self.lightning_module.parameters())
-        if self.zero is None and (is_meta or _STEP in checkpoint):
+        folder = checkpoint.get(_STEP)
+        if self.zero is None and (is_meta or folder):
             self._pending = checkpoint, strict
-        elif _STEP not in checkpoint:
-            super().load_model_state_dict(checkpoint, strict)
-        elif self._fitting:
-            self.zero.load_checkpoint(checkpoint[_STEP])
+        elif folder and self._fitting:
+            self.zero.load_checkpoint(folder)
         else:
-            self._load_model(checkpoint[_STEP])
-
-    def _load_model(self, folder: Path) -> None:
-        """Parameters and buffers alone, to be evaluated."""
-        zero = self.zero
-        places: Any = {n: place_of(param) for n, param in zero.model.named_parameters()}
-        with zero._layout.comm.together(f"loading {folder}"), Checkpoint(folder) as saved:
-            cuts = cuts_of(zero.model)
-            for name, (store, index) in places.items():
-                value = saved.whole(saved.weights[cuts[name].whole], "param")[cuts[name].place]
-                store.write("master" if store.unit.is_trained else "param", index, value)
-            for name, buffer in buffers_of(zero):
-                buffer.copy_(saved.buffer(name))
-        for store in zero._runtime.stores:
-            store.publish()
+            found = {"state_dict": _weights_of(folder)} if folder else checkpoint
+            super().load_model_state_dict(found, strict)
 
     def teardown(self) -> None:
         zero, self.zero, self._pending = self.zero, None, None
-        module = self._lightning_module
+        module, is_whole = self._lightning_module, True
         if zero is not None and zero._runtime.stores:
-            self._end(zero)
-            if not self._is_whole:
-                self._lightning_module = None  # Lightning would move it to the CPU
+            is_whole = self._end(zero)
+        self._lightning_module = module if is_whole else None  # Lightning moves it to the CPU
         try:
             super().teardown()
         finally:
             self._lightning_module = module
 
-    def _end(self, zero: ZeroOptimizer) -> None:
-        """Close the optimizer. Its model is whole then, if half of free host memory holds it."""
+    def _end(self, zero: ZeroOptimizer) -> bool:
+        """Close the optimizer; tell if its model is whole: half of free host memory must hold it."""
         values: dict[str, Tensor] = {}
-        comm, model = zero._layout.comm, zero.model
-        local = min(comm.size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        comm, model = zero._layout.comm, self.lightning_module
+        model.__dict__.pop("forward", None)  # of a step that did not begin
+        others_wait = comm.size > 1 and model.trainer.interrupted
+        nbytes = 4 * sum(param.numel() for param in model.parameters())
+        room = host_memory()[1] // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         try:
-            others_wait = comm.size > 1 and self.lightning_module.trainer.interrupted
             if not zero._torn and not others_wait:
-                nbytes = local * 4 * sum(param.numel() for param in model.parameters())
-                if any(comm.words("the end", nbytes > host_memory()[1] // 2)):
+                if any(comm.words("the end", nbytes > room)):
                     log.warning("the model does not fit in half of host memory; it stays sharded")
                 else:
                     values = zero.consolidated_state_dict(self.precision_plugin.master_dtype)
         finally:
-            self._is_whole = bool(values) or zero.config.stage != 3
-            zero.close(gather=self._is_whole)
-        model.__dict__.pop("forward", None)  # of a step that did not begin
+            is_whole = bool(values) or zero.config.stage != 3
+            zero.close(gather=is_whole)
         for name, param in model.named_parameters() if values else ():
             param.grad, param.data = None, values[name]
-        for name, buffer in model.named_buffers():
-            buffer.data = buffer.data.to(self._dtypes.get(name, buffer.dtype))
+        return is_whole
+
+
+def _weights_of(folder: Path) -> dict[str, Tensor]:
+    """Parameters and buffers of a checkpoint, to be evaluated."""
+    with Checkpoint(folder) as saved:
+        entries = entries_of(saved, torch.float32)
+        found = {entry.key: value_of(saved, entry) for entry in entries}
+        return found | {name: found[kept] for name, kept in saved.head["tied"].items()}
 
 
 for _name, _fields in NAMES.items():
