@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -76,65 +74,6 @@ def never_comes(_: None) -> tuple[str, float]:
 def test_a_rank_that_never_comes_is_waited_for_as_long_as_the_group_says() -> None:
     said, took = run_world(2, never_comes, [None], TIMEOUT_S)[0][0]
     assert "failed, as another rank is gone" in said and TIMEOUT_S <= took < 3 * TIMEOUT_S, (said, took)
-
-
-# ---- ranks that differ -------------------------------------------------------------------------------------------------------------
-
-DIFFERENCES = {
-    "clip": r"clip_grad_norm is 0\.5 on rank 0 and 1 on rank 1",
-    "prefetch": r"prefetch is 1 on rank 0 and 2 on rank 1",
-    "list": r"param_groups\[0\]\['betas'\] is \(0\.9, 0\.9\) on rank 0 and \(0\.8, 0\.9\) on rank 1",
-    "numpy": r"param_groups\[0\]\['lr'\] is 0\.5 on rank 0 and 1\.5 on rank 1",
-    "betas": r"param_groups\[0\]\['betas'\] is \(0\.9, 0\.999\) on rank 0 and \(0\.8, 0\.999\) on rank 1",
-}
-
-
-def differs(what: str) -> str:
-    rank, model = dist.get_rank(), GPT()
-    options: dict[str, Any] = {"stage": 2, "optimizer_tier": "host"}
-    if what == "clip":
-        options["clip_grad_norm"] = 0.5 + rank / 2
-    if what == "prefetch":
-        options |= {"stage": 3, "prefetch": 1 + rank}
-    plain = adamw(model)
-    if what == "betas" and rank:
-        plain.param_groups[0]["betas"] = (0.8, 0.999)
-    if what == "list":
-        plain.param_groups[0]["betas"] = [0.9 - rank / 10, 0.9]
-    if what == "numpy":
-        plain.param_groups[0]["lr"] = np.float32(0.5 + rank)
-    return error_of(zk.ZeroOptimizer, model, plain, **options)[0]
-
-
-def test_ranks_that_would_train_by_different_rules_are_refused_on_all_of_them() -> None:
-    table = run_world(2, differs, list(DIFFERENCES), timeout=60)
-    for pattern, row in zip(DIFFERENCES.values(), table, strict=True):
-        for said in row:
-            assert re.search(pattern, said), said
-
-
-def differs_in_name_only(_: None) -> str:
-    """Numbers of other types, options in another order, and names that only users read."""
-    torch.manual_seed(0)
-    model, rank = GPT(), dist.get_rank()
-    plain = adamw(model, (1.0, 1)[rank])
-    if rank:
-        for name in list(plain.param_groups[0]):
-            plain.param_groups[0][name] = plain.param_groups[0].pop(name)
-    plain.param_groups[0]["name"] = f"of rank {rank}"
-    optimizer = zk.ZeroOptimizer(model, plain, stage=2, clip_grad_norm=(1, 1.0)[rank], num_threads=1 + rank)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
-    for seed in range(3):
-        optimizer.backward(loss_of(model, batch(seed)))
-        optimizer.clip_grad_norm_(0.3)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return ""
-
-
-def test_ranks_that_differ_in_what_decides_nothing_train() -> None:
-    assert run_world(2, differs_in_name_only, [None], timeout=60)[0] == ["", ""]
 
 
 # ---- groups that are not the whole world ---------------------------------------------------------------------------------------------

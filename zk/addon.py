@@ -171,6 +171,7 @@ OPTIONS = {  # option -> "module:class"
 ALWAYS = {  # "module:class" of add-ons that every optimizer has
     "promised": "zk.addons.promised:Promised",
     "checked": "zk.addons.checked:Checked",
+    "compared": "zk.addons.compared:Compared",
     "partitioned": "zk.addons.partitioned:Partitioned",
     "checksums": "zk.addons.checksums:Checksums",
     "slow_products": "zk.addons.slow_products:SlowProducts",

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from zk import addon
 from zk.addon import Seams
-from zk.checks import alike
 from zk.config import ZeroConfig
 from zk.logs import log, require
 from zk.memory import trim
@@ -156,7 +155,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with comm.together("ZeroOptimizer()"):
             self._layout = layout = Layout(model, inners, config, seams, comm)
             units = layout.units(model, dtype_of)
-        comm.agree("options and models", alike(model, self.param_groups, config))
         trained = {unit.dtype for unit in units if unit.is_trained}
         self.model, self.config, self._inners = model, config, inners
         self.state = Elsewhere()  # type: ignore[assignment]

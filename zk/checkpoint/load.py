@@ -22,6 +22,7 @@ from zk.checkpoint import folders, manifest, save
 from zk.checkpoint.contents import Checkpoint, Cut, Saved
 from zk.checkpoint.files import CheckpointError
 from zk.checkpoint.manifest import revived
+from zk.logs import require
 from zk.optimizer import ZeroOptimizer
 from zk.store import UnitStore
 
@@ -143,7 +144,8 @@ def checked(
             for written in checkpoint.files[comm.rank :: comm.size]:
                 written.check(checkpoint.folder)
             targets = check(optimizer, checkpoint, scheduler)
-        comm.agree(what, {"its checksum": checkpoint.crc})
+        crcs = dict.fromkeys(comm.words(what, checkpoint.crc))
+        require(len(crcs) == 1, f"its checksum is {' and '.join(crcs)}")
     except CheckpointError:
         raise
     except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -156,21 +155,6 @@ class Comm:
         for kind, _ in errors.values():
             reasons = "; ".join(f"on rank {rank}, {text}" for rank, (_, text) in errors.items())
             raise kind(f"{about} failed elsewhere: {reasons}")
-
-    def agree(self, about: str, values: Mapping[str, object]) -> None:
-        """ValueError on all ranks where one has another value, by its name: who has what."""
-        mine = {name: str(value) for name, value in values.items()}
-        if len(set(self.words(about, zlib.crc32(repr(sorted(mine.items())).encode())))) == 1:
-            return
-        said = self.words(about, mine)
-        for name in dict.fromkeys(name for each in said for name in each):
-            first, *others = (each.get(name, "nothing") for each in said)
-            for rank, other in enumerate(others, 1):
-                if other != first:
-                    raise ValueError(
-                        f"{about} must be the same on all ranks: {name} is {first} on rank 0 and "
-                        f"{other} on rank {rank}"
-                    )
 
 
 class Collective:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zk.checks import check_dense
 from zk.kernels import reference
 from zk.memory import empty
 from zk.offload.cpu_adam import sum_of_squares
@@ -221,6 +220,15 @@ class Gradient:
         self.present[index] = True
         self.write(index, torch.zeros(self.unit.shapes[index]))
         self.leave()
+
+
+def check_dense(names: Iterable[str], grads: Iterable[Tensor | None]) -> None:
+    """Gradients are dense."""
+    for name, grad in zip(names, grads, strict=True):
+        if grad is not None and grad.layout is not torch.strided:
+            raise TypeError(
+                f"the gradient of {name!r} is sparse, and zk reduces dense ones: use sparse=False"
+            )
 
 
 def in_fp32(values: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from zk.checks import check_call
 from zk.parallel.gradient import Left, in_backward
 from zk.precision import CastInputs, LossScaler
 from zk.store import UnitStore
+from zk.unit import Unit
 
 if TYPE_CHECKING:
     from zk.optimizer import Layout
@@ -318,6 +318,24 @@ class Runtime:
             self.held.update(stores)
             stack.callback(self.held.subtract, stores)
             yield
+
+
+def check_call(model: nn.Module, units: Iterable[Unit]) -> None:
+    """The model is not called by DDP, and is what and where it was (of a unit: its first one)."""
+    around = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if around is not None and around.module is model:
+        raise RuntimeError(
+            "the model was wrapped in DistributedDataParallel after ZeroOptimizer was made, and would "
+            "reduce gradients a second time; use the model itself"
+        )
+    for unit in units:
+        param = unit.params[0]
+        if param.dtype is not unit.dtype or param.device != unit.device:
+            raise RuntimeError(
+                f"parameter {unit.names[0]!r} was moved or converted after ZeroOptimizer took it: it "
+                f"is {param.dtype} on {param.device}; convert the model before, or use dtype= and "
+                "device= of ZeroOptimizer"
+            )
 
 
 class UsedParameters(dict[str, Any]):
