@@ -119,8 +119,8 @@ def test_a_factory_that_makes_no_model_is_named(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("gpt:1b --gpu 4090MiB --ram 1", "--ram needs a unit"),
-        ("gpt:1b --gpu 24", "--gpu needs a unit, such as '24GiB'"),
+        ("gpt:1b --gpu 4090MiB --ram 1", "a string like '24GiB'; got '1'"),
+        ("gpt:1b --gpu 24", "a string like '24GiB'; got '24'"),
         ("gpt:1b --gpu b200", "--gpu must be 24GiB, none, 3090, 4090,"),
         ("gpt:1b --ram lots", "--ram must be"),
         ("gpt:1b --state-dtype int3", "state_dtype must be"),

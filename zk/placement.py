@@ -113,36 +113,29 @@ class Placement:
     def filled(self, room: Nbytes) -> list[Place]:
         """Fill tiers with whole units: parameters first, which are used twice in a step."""
         used, (param_tier, state_tier) = Counter[str](), self.tiers
-        tiers = ("device", "host", *["nvme"] * bool(self.config.nvme_path))
+        memory, drive = ("device", "host"), ("nvme",) * bool(self.config.nvme_path)
         budgeted = ("host", "nvme") if self.config.host_budget else ("nvme",)
         shared = self.joined and self.config.device_budget is None and "auto" in self.tiers
 
-        def fits(tier: str, nbytes: int) -> bool:
-            there = used["device"] + used["host"] if shared else used[tier]
-            return there + nbytes <= room[tier]
-
-        def take(wanted: tuple[str, ...], nbytes: int) -> str:
+        def take(asked: str, auto: tuple[str, ...], nbytes: int) -> str:
             """The first tier with room; the last one takes what is left over."""
-            tier = next((tier for tier in wanted[:-1] if fits(tier, nbytes)), wanted[-1])
-            used[tier] += nbytes
-            return tier
+            wanted = {"auto": auto, "nvme": budgeted}.get(asked, (asked,))
+            full = {tier: used.total() if shared else used[tier] for tier in wanted}
+            fits = (tier for tier in wanted[:-1] if full[tier] + nbytes <= room[tier])
+            used[found := next(fits, wanted[-1])] += nbytes
+            return found
 
-        fillable = tiers[:2] if state_tier == "device" else tiers
-        wanted = {"auto": fillable, "nvme": budgeted}.get(param_tier, (param_tier,))
-        params = [take(wanted, self.rests(size)) for size in self.sizes]
-        near = ("device", "") if state_tier == "auto" else ("",)
-        states = [state_tier if state_tier == "device" else ""] * len(params)
-        for number, (size, param) in enumerate(zip(self.sizes, params, strict=True)):
-            if size.is_trained and not states[number] and param == "device":
-                states[number] = take(near, self.state(size))
-                used["host"] += self.copy(size) * (not states[number])
-        wanted = {"auto": tiers[1:], "nvme": budgeted}.get(state_tier, (state_tier,))
-        for number, size in enumerate(self.sizes):
-            states[number] = states[number] or take(wanted, self.state(size) * size.is_trained)
-        return [
-            Place("mirrored" if (p, s) in MIRRORED and size.is_trained else p, s * size.is_trained)
-            for size, p, s in zip(self.sizes, params, states, strict=True)
-        ]
+        auto = memory if state_tier == "device" else memory + drive
+        params = [take(param_tier, auto, self.rests(size)) for size in self.sizes]
+        places, pairs = list[Place](), list(zip(self.sizes, params, strict=True))
+        # what rests on the device has a copy in host memory, unless it is updated on the device
+        copies = (self.copy(size) * size.is_trained for size, param in pairs if param == "device")
+        used["host"] += sum(copies) * (state_tier != "device")
+        for size, param in pairs:
+            auto = (memory if param == "device" else memory[1:]) + drive
+            state = take(state_tier, auto, self.state(size)) if size.is_trained else ""
+            places.append(Place("mirrored" if (param, state) in MIRRORED else param, state))
+        return places
 
     def at_rest(self, places: Sequence[Place]) -> Sizes:
         """Bytes between uses: what no step can do without."""

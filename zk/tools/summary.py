@@ -179,7 +179,7 @@ def written(value: Any) -> Any:
 def changes(config: ZeroConfig, before: ZeroConfig) -> dict[str, Any]:
     """The options of ``config`` that differ."""
     unwritten = "process_group", "units", "keep_dtype", "addons", "options"
-    now, then = ({**vars(one), **one.options} for one in (config, before))
+    now, then = ({**one.options, **vars(one)} for one in (config, before))
     names = [name for name, v in now.items() if name not in unwritten and then.get(name) != v]
     found = {name: written(now[name]) for name in names}
     for name in found.keys() & {"device_budget", "host_budget"}:
