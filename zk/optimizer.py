@@ -195,9 +195,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         begun = states_of_inners(self)
         for inner in self._inners:
             inner.state.clear()
-            vars(inner)["_opt_called"] = (
-                True  # schedulers of it look there for a step before theirs
-            )
+            # schedulers of it look there for a step before theirs
+            vars(inner)["_opt_called"] = True
             for call in ("step", "state_dict", "load_state_dict"):
                 register = getattr(inner, f"register_{call}_pre_hook")
                 self._refusals.append(register(refuse_to(call)))
@@ -264,22 +263,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._settle()
         self._runtime.forget_calls()
         self._layout.reducer.settle()
-        require(
-            any(store.grad.is_taken for store in self._trained),
-            "step() found no gradient: call backward() before it, and zero_grad() after it",
-            NoGradient,
-        )
+        if not any(store.grad.is_taken for store in self._trained):
+            words = "step() found no gradient: call backward() before it, and zero_grad() after it"
+            raise NoGradient(words)
         squares = floats_of([store.grad.sum_of_squares() for store in self._trained])
         sums = self._layout.sharers.total("norm", [sum(squares)])
         return math.sqrt(sum(self._seams.chain("totals", sums)))
 
     def _update(self, scale: float) -> None:
         """Update all units that have a gradient."""
-        require(
-            self._group_sizes() == self._sizes,
-            "param_groups have other parameters than when the ZeroOptimizer was made: give them back, "
-            "or close() it and make another one",
-        )
+        if self._group_sizes() != self._sizes:
+            raise ValueError(
+                "param_groups have other parameters than when the ZeroOptimizer was made: give them "
+                "back, or close() it and make another one"
+            )
         for rule in self._layout.made.values():
             for group in rule.inner.param_groups:
                 rule.check(group)
@@ -446,20 +443,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
 
 
+ELSEWHERE = (
+    "states of a ZeroOptimizer rest on its tiers: optimizer.state_dict() and load_state_dict() read and "
+    "write them, and zk.gather(param, kind='exp_avg', write=True)"
+)
+
+
 class Elsewhere(dict[Any, Any]):
     """``optimizer.state``: empty, as states rest on tiers. It says where they are."""
 
     def __missing__(self, key: Any) -> Any:
-        raise KeyError(
-            "states of a ZeroOptimizer rest on its tiers: read them by optimizer.state_dict(), or by "
-            "zk.gather(param, kind='exp_avg')"
-        )
+        raise KeyError(ELSEWHERE)
 
     def refuse(self, *_: Any) -> None:
-        raise TypeError(
-            "states of a ZeroOptimizer rest on its tiers: write them by optimizer.load_state_dict(), or "
-            "within 'with zk.gather(param, kind=\"exp_avg\", write=True):'"
-        )
+        raise TypeError(ELSEWHERE)
 
     __setitem__ = __delitem__ = update = setdefault = pop = clear = refuse  # type: ignore[assignment]
 
