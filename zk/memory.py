@@ -93,9 +93,19 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device, link: Any = None
         if link is not None:
             link.pin(new)
         buffer = new.numpy()
-    view = buffer[:nbytes]  # the tensor keeps it, and so it is gone when the tensor's memory is
-    weakref.finalize(view, free.append, buffer).atexit = False
-    return torch.from_numpy(view).view(dtype)
+    lent = buffer[:nbytes].view(Lent)
+    lent.buffer, lent.free = buffer, free
+    return torch.from_numpy(lent).view(dtype)
+
+
+class Lent(np.ndarray):
+    """What a tensor's storage keeps, and so it is gone when that is: the buffer is free then."""
+
+    buffer: np.ndarray
+    free: list[np.ndarray]
+
+    def __del__(self) -> None:
+        self.free.append(self.buffer)
 
 
 def trim() -> None:

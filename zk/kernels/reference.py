@@ -125,9 +125,11 @@ def reduce(rows: Tensor, out: Tensor) -> None:
 
 def flatten(tensors: Sequence[Tensor], flat: Tensor, bounds: Sequence[int]) -> None:
     """Each tensor, and zeros, into its region of ``flat``: from one of ``bounds`` to the next."""
-    parts, zero = list[Tensor](), flat.new_zeros(1, dtype=tensors[0].dtype)
+    parts = list[Tensor]()
     for tensor, start, stop in zip(tensors, bounds[::2], bounds[1::2], strict=True):
-        parts += [tensor.reshape(-1), zero.expand(stop - start - tensor.numel())]
+        parts.append(tensor.reshape(-1))
+        if gap := stop - start - tensor.numel():
+            parts.append(tensor.new_zeros(gap))
     torch.cat(parts, out=flat[bounds[0] : bounds[-1]])
 
 
