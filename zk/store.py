@@ -10,9 +10,9 @@ Its gradient is in parallel/gradient.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from zk.optimizer import Layout
 
 CHUNK_NUMEL = 1 << 23  # elements that are fetched, updated and evicted at once
-Shown = tuple[Tensor | None, list[Tensor]]  # full parameters, and views of each
+Shown = tuple[Tensor | None, list[Tensor], list[Any]]  # full parameters, views, places of these
+version_of = attrgetter("_version")
 
 
 class Step(NamedTuple):
@@ -62,7 +63,8 @@ class UnitStore:
         self.start = layout.sharers.rank * unit.shard_numel
         ones = torch.full((unit.dtype.itemsize,), 255, dtype=torch.uint8, device=unit.device)
         nan = ones.view(unit.dtype)[0]  # -1 of integers
-        self.released: Shown = None, [nan.expand(shape) for shape in unit.shapes]
+        views = [nan.expand(shape) for shape in unit.shapes]
+        self.released: Shown = None, views, self.places_of(views)
         self.viewed: Shown = self.released  # the last full parameters, and their views
         with layout.comm.together(f"taking over {unit.name!r}"):
             values = empty(unit.numel, unit.params[0].dtype, unit.device).zero_()
@@ -77,6 +79,7 @@ class UnitStore:
             full = self.place(values)
         self.full: Any = None
         self.point(None if self.is_partitioned else full)
+        self.note_versions()
 
     def place(self, values: Tensor) -> Tensor:
         """The full parameters; this rank's are on their tier then, with room for what trains them."""
@@ -132,7 +135,7 @@ class UnitStore:
         if self.full is not None:
             self.publish()
             return
-        self.refuse(self.changed(), "while it was released")
+        self.check_unchanged()
         self.begin_gather()
         full, work = self.gathering.wait()
         work.wait()
@@ -140,23 +143,22 @@ class UnitStore:
         self.point(self.codec.post_gather(full))
 
     def point(self, full: Tensor | None) -> None:
-        """Point the parameters to ``full`` (numel,); None: to one element, which is NaN.
-
-        What users have written to them is forgotten.
-        """
+        """Point the parameters to ``full`` (numel,); None: to one element, which is NaN."""
         if full is not None and full is not self.viewed[0]:
-            self.viewed = full, self.unit.views(full)
-        self.full, views = self.released if full is None else self.viewed
+            views = self.unit.views(full)
+            self.viewed = full, views, self.places_of(views)
+        self.full, views, self.places = self.released if full is None else self.viewed
         for param, view in zip(self.unit.params, views, strict=True):
             param.data = view
-        self.seen = self.look()
 
-    def look(self) -> list[Any]:
-        """What changes with a parameter that is written to, or given other data."""
-        # strides of what is released differ
-        strided = not self.is_partitioned
-        params = self.unit.params
-        return [(p._version, p.data_ptr(), strided and p.stride()) for p in params]
+    def places_of(self, params: Sequence[Tensor]) -> list[Any]:
+        """Where parameters are; what is released has other strides."""
+        strides = () if self.is_partitioned else map(Tensor.stride, params)
+        return [*map(Tensor.data_ptr, params), *strides]
+
+    def note_versions(self) -> None:
+        """What is written to the parameters from now on is not in the shard."""
+        self.versions = [*map(version_of, self.unit.params)]
 
     def release(self) -> None:
         """Free the full parameters, which keep their shape; below stage 3 they stay.
@@ -167,11 +169,9 @@ class UnitStore:
             return
         if self.gathering is not None:
             self.gather()
-        changed = self.changed()
         self.point(None)
         if self.layout.sharers.size > 1 or not self.param.stays:
             self.viewed = self.released
-        self.refuse(changed, "while it was gathered to be read")
 
     def give_back(self) -> None:
         """Make the parameters plain tensors, each with memory of its own."""
@@ -179,27 +179,40 @@ class UnitStore:
         for param, view in zip(self.unit.params, self.viewed[1], strict=True):
             param.data = view.clone()
 
-    def refuse(self, changed: list[int], when: str) -> None:
-        """RuntimeError if a parameter was changed at stage 3 where that would be lost."""
+    def take_back(self) -> None:
+        """Forget what users have written to the parameters."""
+        self.point(self.full)
+        self.note_versions()
+
+    def check_unchanged(self) -> None:
+        """RuntimeError if a parameter was changed at stage 3 where that is lost."""
+        changed = self.changed()
         if changed:
-            self.point(self.full)
+            self.take_back()
             raise RuntimeError(
-                f"{self.unit.names[changed[0]]!r} was changed {when}, and at stage 3 that is lost: "
-                "change it within 'with zk.gather(params, write=True):'"
+                f"{self.unit.names[changed[0]]!r} was changed, and at stage 3 that is lost: change it "
+                "within 'with zk.gather(params, write=True):'"
             )
 
     def changed(self) -> list[int]:
-        """The parameters that were changed since the shard was alike."""
-        now = self.look()
-        if now == self.seen:
+        """The parameters that were written to, or given other data, since the shard was alike."""
+        params = self.unit.params
+        now, before = (
+            [*map(version_of, params), *self.places_of(params)],
+            self.versions + self.places,
+        )
+        if now == before:
             return []
-        pairs = enumerate(zip(now, self.seen, strict=True))
-        return [index for index, (new, old) in pairs if new != old]
+        pairs = enumerate(zip(now, before, strict=True))
+        return sorted({number % len(params) for number, (new, old) in pairs if new != old})
 
     def absorb(self) -> None:
         """Take what users have written to full parameters into the shard and the masters."""
         self.wait()
-        changed, unit = self.changed() if self.full is not None else (), self.unit
+        if self.full is None:
+            self.check_unchanged()
+            return
+        changed, unit = self.changed(), self.unit
         for index in changed:
             param = unit.params[index]
             require(
@@ -213,7 +226,7 @@ class UnitStore:
         for index, value in values.items():
             self.write("master" if unit.is_trained else "param", index, value)
         if changed:
-            self.point(self.full)
+            self.take_back()
 
     # ---- the optimizer: fetch -> update -> evict, publish ----------------------------------------
 
@@ -251,7 +264,7 @@ class UnitStore:
             if self.full is not None:
                 self.param.load("param", self.unit.device, self.renew).wait().wait()
             torch.autograd.graph.increment_version(self.unit.params)
-            self.seen = self.look()
+            self.note_versions()
             self.is_updated = False
 
     def renew(self, shard: Tensor) -> Any:

@@ -51,8 +51,10 @@ def gather(
                 keep_written(places)
         except BaseException:  # what it has left half-done is not kept
             for store, _ in places.values():
-                store.point(store.full)
+                store.take_back()
             raise
+    for store in [store for store in stores if store.full is None]:
+        store.check_unchanged()
 
 
 def place_of(param: nn.Parameter | None) -> Place | None:
