@@ -485,18 +485,6 @@ def test_wrong_types_are_refused() -> None:
         wrap(model, units=[3])
 
 
-def test_optimizers_that_cannot_be_partitioned_are_refused_with_the_reason() -> None:
-    model, _ = pair()
-
-    class Muon(torch.optim.Optimizer):
-        def __init__(self, params: object) -> None:
-            super().__init__(params, {})  # type: ignore[arg-type]
-
-    with pytest.raises(TypeError, match="it looks at whole matrices"):
-        wrap(model, Muon(model.parameters()))
-    with pytest.raises(TypeError, match="calls the closure many times"):
-        wrap(model, torch.optim.LBFGS(model.parameters()))
-
 
 def test_parameters_that_do_not_fit_are_refused() -> None:
     model, other = pair()

@@ -129,11 +129,12 @@ class StepRule(Rule):
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner)
-        self.known: dict[tuple[int, int], dict[str, Tensor]] = {}
         group = inner.param_groups[0]
         # states may have been begun by the optimizer's own __init__, or by training
         begun = inner.state.get(group["params"][0], {})
         self.first = numbers_of(begun) if begun.get("step", 1) == 0 else {}  # Adagrad's
+        # by group and count
+        self.known = defaultdict[int, dict[int, dict[str, Tensor]]](lambda: {0: self.first})
         state = begun or self.step_of_ones(group, {})
         self.names = tuple(name for name, value in state.items() if is_field(value))
 
@@ -169,18 +170,16 @@ class StepRule(Rule):
 
     def numbers(self, group: Group, step: int) -> dict[str, Tensor]:
         """Counters such as "step". They follow from options and counts: the same on all ranks."""
-        key, first = id(group["params"]), step
-        while first and (key, first) not in self.known:
-            first -= 1
-        for count in range(first, step):
-            after = self.step_of_ones(group, self.known[key, count] if count else self.first)
-            self.know(group, count + 1, numbers_of(after))
+        known = self.known[id(group["params"])]
+        last = next(count for count in range(step, -1, -1) if count in known)
+        for count in range(last, step):
+            known[count + 1] = numbers_of(self.step_of_ones(group, known[count]))
             if (count - 2) % KEPT:  # some stay, from which those of parameters that are behind follow
-                self.known.pop((key, count - 2), None)
-        return self.known[key, step] if step else self.first
+                known.pop(count - 2, None)
+        return known[step]
 
     def know(self, group: Group, step: int, numbers: dict[str, Tensor]) -> None:
-        self.known[id(group["params"]), step] = numbers
+        self.known[id(group["params"])][step] = numbers or self.first
 
     def step_of_ones(self, group: Group, numbers: dict[str, Tensor]) -> dict[str, Any]:
         param = nn.Parameter(torch.ones(2, dtype=torch.float32))
@@ -226,8 +225,6 @@ RULES: Rules = [
     (is_plain_adam, AdamRule),
     (lambda unit, inner: steps_as(inner, ELEMENTWISE), StepRule),
 ]
-WHOLE = "it looks at whole matrices"
-WHY_NOT = {"LBFGS": "it calls the closure many times", "Muon": WHOLE, "Adafactor": WHOLE}
 
 
 def rule_for(rules: Rules, unit: Unit, inner: torch.optim.Optimizer) -> Callable[..., Rule]:
@@ -238,7 +235,6 @@ def rule_for(rules: Rules, unit: Unit, inner: torch.optim.Optimizer) -> Callable
     kind = type(inner)
     raise TypeError(
         f"zk knows the arithmetic of {', '.join(known.__name__ for known in ELEMENTWISE)}, and of "
-        f"subclasses that keep their step(); got {kind.__module__}.{kind.__qualname__}: "
-        f"{WHY_NOT.get(kind.__name__, 'zk cannot tell if it updates each element by itself')}. An "
-        "add-on can say how it is updated: Addon.rules"
+        f"subclasses that keep their step(); got {kind.__module__}.{kind.__qualname__}, of which it "
+        "cannot tell if it updates each element by itself. An add-on can say how: Addon.rules"
     )
