@@ -49,11 +49,11 @@ TIMEOUT_S = 90.0  # for one case or test, so that a busy machine does not pass f
 EQUIVALENT: dict[tuple[str, str, str], str] = {}
 
 # statements that are nothing but a wait
-_WAITS = frozenset("wait wait_for wait_for_writes wait_for_copies synchronize follow order record_stream join".split())  # noqa: SIM905
+_WAITS = frozenset("wait wait_for wait_event synchronize follow record_stream join".split())  # noqa: SIM905
 _COPIES = frozenset(("copy", "offload", "upload", "write_async"))  # are told what to come after
-_AFTER = re.compile(r"^(after|self\.arriving|\[.*(mark\(\)|event|after|arriving).*\])$")
-_HOLDERS = frozenset(("arriving", "leaving", "reading", "event", "near", "updating", "gathering"))  # of what is to be waited for
-_LISTS = frozenset(("writing", "behind"))
+_AFTER = re.compile(r"^(after|self\.moving\(part\)|\[.*(mark\(\)|event|after).*\])$")
+_HOLDERS = frozenset(("in_flight", "event", "near", "updating", "gathering"))  # of what is to be waited for
+_LISTS = frozenset(("behind",))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class _Finder(ast.NodeVisitor):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
             if call.func.attr in _WAITS:
                 self._add(node, "; ".join(map(self._source, call.args)) or "pass", self._source(node))
-            elif call.func.attr == "append" and isinstance(call.func.value, ast.Attribute) and call.func.value.attr in _LISTS:
+            elif call.func.attr == "note" or (call.func.attr == "append" and getattr(call.func.value, "attr", "") in _LISTS):
                 self._add(node, self._source(call.args[0]), self._source(node))
         self.generic_visit(node)
 
@@ -127,7 +127,7 @@ class _Finder(ast.NodeVisitor):
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         for value in [*node.args, *(keyword.value for keyword in node.keywords)] if name in _COPIES else ():
             if _AFTER.match(self._source(value)):
-                self._add(value, "None" if name == "write_async" else "[]", f"{name}(after {self._source(value)})")
+                self._add(value, "[]", f"{name}(after {self._source(value)})")
         if self._source(node).startswith("torch.cuda.stream("):
             self._add(node, "__import__('contextlib').nullcontext()", f"{self._source(node)} -> with compute")
         self.generic_visit(node)
@@ -142,7 +142,7 @@ class _Finder(ast.NodeVisitor):
                 if isinstance(target, ast.Subscript):
                     self._add(node, value, what)
                 else:
-                    nothing = "[]" if isinstance(node.value, (ast.BinOp, ast.ListComp)) else "None"
+                    nothing = "[]" if isinstance(node.value, (ast.BinOp, ast.List, ast.ListComp)) else "None"
                     self._add(node.value, f"({value}, {nothing})[1]", what)
         self.generic_visit(node)
 

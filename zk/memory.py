@@ -7,9 +7,7 @@ import ctypes
 import mmap
 import os
 import re
-import resource
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +20,8 @@ SMALL = 1 << 12
 HUGE = 2 << 20
 WIPE_ON_FORK = 18  # madvise(2): a forked process has zeros there, and the kernel copies nothing
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# of versions 2 and 1: folder, limit, usage, and what its files in memory.stat are called before
-CGROUP_FILES = (
-    ("", "memory.max", "memory.current", ""),
-    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-)
 
-_regions = weakref.WeakValueDictionary[int, mmap.mmap]()  # what forked processes lack, by address
+_regions = weakref.WeakSet[mmap.mmap]()  # what forked processes lack
 _free: dict[tuple[int, Any], list[np.ndarray]] = {}  # buffers that nobody uses
 
 
@@ -44,10 +37,10 @@ def aligned(nbytes: int) -> Tensor:
 
     Forked processes do not get it: the kernel would copy each page that is written meanwhile.
     """
-    region = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE)
     with contextlib.suppress(OSError):  # another system: pages are small, and forks copy
         region.madvise(WIPE_ON_FORK)
-        _regions[ctypes.addressof(ctypes.c_char.from_buffer(region))] = region
+        _regions.add(region)
         if nbytes >= HUGE:
             region.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(region, dtype=torch.uint8)[:nbytes]
@@ -55,9 +48,9 @@ def aligned(nbytes: int) -> Tensor:
 
 def end_reads_in_forks() -> None:
     """End a forked process that reads what it was not given, rather than let it read zeros."""
-    protect = ctypes.CDLL(None).mprotect
-    for address, region in _regions.items():
-        protect(ctypes.c_void_p(address), ctypes.c_size_t(len(region)), 0)
+    for region in _regions:
+        address = ctypes.byref(ctypes.c_char.from_buffer(region))
+        ctypes.CDLL(None).mprotect(address, ctypes.c_size_t(len(region)), 0)
 
 
 os.register_at_fork(after_in_child=end_reads_in_forks)
@@ -122,35 +115,20 @@ def trim() -> None:
 # ---- how much there is ---------------------------------------------------------------------------
 
 
-def limits() -> Iterator[tuple[int, int]]:
-    """Limit and usage of this process's control groups for memory, up to the root."""
-    for line in OWN_CGROUPS.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        folder, limit, usage, prefix = CGROUP_FILES[bool(controllers)]
-        root, above = CGROUPS / folder, Path(path.lstrip("/"))
-        is_memory = not controllers or "memory" in controllers.split(",")
-        for own in (above, *above.parents) if is_memory else ():
-            # without a limit ("max"), not mounted, another kernel's
-            with contextlib.suppress(OSError, ValueError):
-                stat = (root / own / "memory.stat").read_text()
-                dropped = re.findall(rf"(?m)^{prefix}(?:in)?active_file (\d+)$", stat)
-                used = int((root / own / usage).read_text()) - sum(map(int, dropped))
-                yield int((root / own / limit).read_text()), used
-
-
 def host_memory() -> tuple[int, int]:
     """Bytes of host memory that this process may have, and that are free of them.
 
-    The machine's; less in a container with a limit, or with one for addresses (ulimit -v). What the
+    The machine's; less in a control group (version 2) with a limit, as a container is one. What the
     kernel drops where memory is short counts as free.
     """
     machine = psutil.virtual_memory()
     total, free = int(machine.total), int(machine.available)
-    for limit, used in limits():
-        if limit < machine.total:
+    own = CGROUPS / OWN_CGROUPS.read_text().rpartition("0::/")[2].strip()
+    for group in (own, *own.parents):
+        with contextlib.suppress(OSError, ValueError):  # without a limit ("max"), or no group
+            limit = int((group / "memory.max").read_text())
+            stat = (group / "memory.stat").read_text()
+            dropped = re.findall(r"(?m)^(?:in)?active_file (\d+)$", stat)
+            used = int((group / "memory.current").read_text()) - sum(map(int, dropped))
             total, free = min(total, limit), min(free, max(0, limit - used))
-    addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if addresses != resource.RLIM_INFINITY:
-        unused = addresses - int(psutil.Process().memory_info().vms)
-        total, free = min(total, addresses), min(free, max(0, unused))
     return total, free

@@ -24,7 +24,7 @@ from zk.memory import trim
 from zk.offload.cpu_adam import default_threads
 from zk.offload.drive import Drive
 from zk.offload.rules import RULES, Codec, Rule, rule_for
-from zk.offload.tiers import Host, Memory, Tier
+from zk.offload.tiers import Tier, memory_tiers
 from zk.parallel.comm import Comm, connect
 from zk.parallel.gather import hooks_of_states
 from zk.parallel.reducer import Reducer
@@ -57,11 +57,7 @@ class Layout:
         self.made: dict[Any, Rule] = {}  # (optimizer, kind of rule) -> rule
         self.device = torch.device(config.device or next(model.parameters()).device)
         self.places: dict[Unit, Place] = {}
-        self.tiers: dict[str, Tier] = {
-            "device": Memory(self.device),
-            "host": Host(self.device),
-            "mirrored": Host(self.device, mirrored=True),
-        }
+        self.tiers = memory_tiers(self.device)
 
     def units(self, model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]) -> list[Unit]:
         """The units of a model, in the dtype and on the device that they will have."""

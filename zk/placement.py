@@ -20,7 +20,6 @@ from zk.config import ZeroConfig
 from zk.logs import require
 from zk.memory import host_memory
 from zk.offload.drive import SPARE, Drive, capacity_of
-from zk.offload.tiers import LINKS
 from zk.parallel.comm import Comm
 from zk.parallel.runtime import GATHERED_IN_BACKWARD
 from zk.unit import Unit
@@ -258,7 +257,7 @@ def choose(
 
     MemoryError on all ranks where one has not enough. ``freed``: tensors that training gives back.
     """
-    joined = device.type == "cpu" and device not in LINKS
+    joined = device.type == "cpu"
     placement, held = Placement(config, sizes, comm.size, joined), held_nbytes(freed, joined)
     local = max(1, min(comm.size, int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     sharers = {"device": 1, "host": local, "nvme": local}

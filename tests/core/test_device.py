@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import sys
@@ -23,7 +24,7 @@ from tests.world import run_world
 from zk import kernels, memory, store
 from zk.kernels import reference
 from zk.offload import tiers as link_module
-from zk.offload.tiers import Host, link_to
+from zk.offload.tiers import CudaLink, HostChunk, Tier, link_to
 
 if not softgpu.installed():
     pytest.skip("for the software GPU (pytest -p tests.softgpu.plugin)", allow_module_level=True)
@@ -115,7 +116,7 @@ def test_what_follows_an_upload_runs_beside_compute() -> None:
 
 
 def test_a_value_made_beside_compute_is_freed_after_what_compute_does_with_it() -> None:
-    (chunk,) = Host(DEVICE).chunks({"param": torch.float32}, [1 << 10])
+    (chunk,) = Tier(DEVICE, HostChunk).chunks({"param": torch.float32}, [1 << 10])
     chunk.put("param", torch.ones(1 << 10, device=DEVICE))
     for _ in range(2):
         chunk.load("param", DEVICE, lambda values: values + 1).wait().mul_(2)
@@ -124,7 +125,7 @@ def test_a_value_made_beside_compute_is_freed_after_what_compute_does_with_it() 
 
 @pytest.mark.races
 def test_a_value_that_was_not_awaited_is_reported() -> None:
-    (chunk,) = Host(DEVICE).chunks({"param": torch.float32}, [8])
+    (chunk,) = Tier(DEVICE, HostChunk).chunks({"param": torch.float32}, [8])
     chunk.put("param", torch.arange(8.0, device=DEVICE))
     chunk.load("param", DEVICE, lambda values: values).value + 1
 
@@ -132,7 +133,7 @@ def test_a_value_that_was_not_awaited_is_reported() -> None:
 def test_gradients_behind_their_copies_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """However far the host is ahead: compute waits for a copy before its memory is used again."""
     monkeypatch.setattr(link_module, "BEHIND_NBYTES", 3 << 20)
-    (chunk,) = Host(DEVICE).chunks({"grad": torch.float32}, [1 << 18])
+    (chunk,) = Tier(DEVICE, HostChunk).chunks({"grad": torch.float32}, [1 << 18])
     before, syncs = torch.cuda.memory_allocated(), softgpu.stats["syncs"]
     for _ in range(20):
         chunk.put("grad", torch.ones(1 << 18, device=DEVICE))
@@ -166,7 +167,7 @@ def test_page_locked_memory_is_used_again_and_given_back(monkeypatch: pytest.Mon
 
 
 def test_a_system_that_does_not_lock_pages_costs_one_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "LINKS", {})
+    monkeypatch.setattr(link_module, "one_link", functools.cache(CudaLink))
     _, want = trained(3, optimizer_tier="device")
     with softgpu.refuse_to_pin():
         optimizer, losses = trained(3, **HOST)
@@ -175,7 +176,7 @@ def test_a_system_that_does_not_lock_pages_costs_one_warning(caplog: pytest.LogC
 
 
 def test_what_is_all_on_the_device_needs_no_cupy_and_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "LINKS", {})
+    monkeypatch.setattr(link_module, "one_link", functools.cache(CudaLink))
     monkeypatch.setitem(sys.modules, "cupy", None)
     copies = softgpu.stats["copies"]
     trained(2, optimizer_tier="device")

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 import zk
-from tests.core.test_files import Faults
+from tests.core.test_files import Faults, System
 from tests.models import DEVICE
 from tests.programs import run
 from zk import memory, store
 from zk.offload import file as file_module
 from zk.offload.drive import Drive
 from zk.offload.file import File
-from zk.offload.tiers import CPU, Memory
+from zk.offload.tiers import CPU, Chunk, Tier
 
 pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
 
@@ -37,7 +37,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     return faults
 
 
-class Late(file_module.System):
+class Late(System):
     """Transfers that take their time, each another one, into memory that holds no value until then."""
 
     random = random.Random(0)
@@ -231,7 +231,7 @@ def test_what_the_drive_refuses_ends_the_run_by_name(call: str, number: int, whe
 
 def test_a_full_drive_is_refused(tmp_path: Path, faults: Faults) -> None:
     faults.fail = {"posix_fallocate": [errno.ENOSPC] * 9}
-    with pytest.raises(OSError, match=r"\d+ bytes .* are needed and \d+ .* are free"):
+    with pytest.raises(OSError, match=r"[\d.]+ MiB are needed and [\d,.]+ MiB are free"):
         held(Blocks(), tmp_path)
     assert os.listdir(tmp_path) == []
 
@@ -268,18 +268,16 @@ def test_host_memory_is_not_copied_by_a_fork_and_reading_it_there_ends() -> None
     assert run("-c", program).stdout.split() == ["-11", str(float(1 << 20))]
 
 
-@pytest.mark.parametrize("version", (1, 2))
-def test_a_limit_of_a_container_is_the_memory_there_is(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_a_container_is_the_memory_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     total, free = memory.host_memory()
-    prefix, folder = ("total_", tmp_path / "memory/job/step") if version == 1 else ("", tmp_path / "job/step")
-    limit, usage = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
+    folder = tmp_path / "job/step"
     folder.mkdir(parents=True)
-    (folder / f"memory.{limit}").write_text("max\n")  # its own has none, the one above has
-    (folder.parent / f"memory.{limit}").write_text(f"{50 << 20}\n")
+    (folder / "memory.max").write_text("max\n")  # its own has none, the one above has
+    (folder.parent / "memory.max").write_text(f"{50 << 20}\n")
     for where in (folder, folder.parent):
-        (where / f"memory.{usage}").write_text(f"{30 << 20}\n")
-        (where / "memory.stat").write_text(f"anon 7\n{prefix}inactive_file {5 << 20}\n{prefix}active_file {1 << 20}\nactive_files 9\n")
-    (tmp_path / "own").write_text("0::/job/step\n" if version == 2 else "4:cpu:/job\n3:memory,other:/job/step\n")
+        (where / "memory.current").write_text(f"{30 << 20}\n")
+        (where / "memory.stat").write_text(f"anon 7\ninactive_file {5 << 20}\nactive_file {1 << 20}\nactive_files 9\n")
+    (tmp_path / "own").write_text("4:cpu:/job\n0::/job/step\n")
     monkeypatch.setattr(memory, "CGROUPS", tmp_path)
     monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "own")
     assert memory.host_memory() == (50 << 20, 26 << 20) and total > 50 << 20 and free > 26 << 20
@@ -288,8 +286,8 @@ def test_a_limit_of_a_container_is_the_memory_there_is(version: int, tmp_path: P
 
 
 def test_where_host_is_the_device_nothing_is_copied() -> None:
-    (chunk,) = Memory(CPU).chunks({"param": torch.float32, "grad": torch.float32}, [100])
+    (chunk,) = Tier(CPU, Chunk).chunks({"grad": torch.float32}, [100])
     values = torch.ones(100)
     chunk.put("grad", values)
     assert chunk.open()["grad"] is values and chunk.load("grad", CPU, lambda field: field).wait() is values
-    assert chunk.open(slice(10, 20))["param"].shape == (10,)
+    assert chunk.open(slice(10, 20))["grad"].shape == (10,)

@@ -44,11 +44,11 @@ def reported(*words: str) -> list[str]:
 
 def offload(link: CudaLink, host: Tensor, near: Tensor, after: list[Event]) -> Event:
     """As the link's, after what is asked for and no more."""
-    return link.copy(link.down.ptr, TO_HOST, host, near, after)
+    return link.copy(TO_HOST, host, near, after)
 
 
 def upload(link: CudaLink, near: Tensor, host: Tensor, after: list[Event]) -> Event:
-    return link.copy(link.up.ptr, TO_DEVICE, near, host, after)
+    return link.copy(TO_DEVICE, near, host, after)
 
 
 def train(steps: int = 2, **options: object) -> None:
@@ -79,7 +79,7 @@ def test_a_missing_wait_of_compute_is_reported_with_the_line_of_the_model() -> N
 
 def test_a_missing_mark_is_reported_with_the_line_of_zk() -> None:
     copy = CudaLink.copy
-    with mock.patch.object(CudaLink, "copy", lambda self, stream, kind, target, source, after: copy(self, stream, kind, target, source, ())):
+    with mock.patch.object(CudaLink, "copy", lambda self, kind, target, source, after: copy(self, kind, target, source, ())):
         train(stage=2, optimizer_tier="host")
     reported("an offload", "reads device memory that", "zk/offload/tiers.py", "zk/parallel/gradient.py")
 

@@ -16,131 +16,103 @@ import torch
 from torch import Tensor
 
 from zk.memory import empty, round_up, trim
-from zk.offload.file import File, Request
-from zk.offload.tiers import ALL, CPU, Arrival, Chunk, Dtypes, Event, Fields, Then, link_to, overlap
+from zk.offload.file import File
+from zk.offload.tiers import ALL, CPU, Arrival, Chunk, Dtypes, Fields, HostChunk, Then, Tier, link_to
 
 Kind = tuple[str, ...]  # the names of fields
 SPARE = 4  # buffers of each kind: one is in use, two are read ahead, one is written behind
 
 
-class FileChunk(Chunk):
+class FileChunk(HostChunk):
     """Fields that rest in a file, one after the other, each on a page of its own."""
 
-    stays, is_away = False, True
-
     def __init__(self, tier: Drive, offset: int, dtypes: Dtypes, numel: int) -> None:
-        self.tier, self.file, self.offset, self.numel = tier, tier.file, offset, numel
-        self.dtypes, self.device, self.link = dict(dtypes), CPU, tier.link
-        self.kind = tuple(dtypes)
-        self.capacity = capacity_of(self.nbytes)  # a field's first dtype is its widest
+        super().__init__({}, numel, tier.near)
+        self.tier, self.lock, self.offset = tier, tier.lock, offset
+        self.dtypes, self.kind = dtypes, tuple(dtypes)
+        self.capacity = capacity_of(nbytes_of(dtypes, numel))  # a field's first dtype is its widest
         self.buffer: Any = None  # (capacity,) uint8
-        self.reading: Request | None = None
-        self.writing: list[tuple[slice, Request]] = []  # parts
-        self.arriving: Event | None = None  # the last copies between the buffer and the device
-        self.leaving: Event | None = None
         self.opened, self.is_ahead = 0, False  # fetched, and not used yet
 
-    @property
-    def nbytes(self) -> int:
-        """Of the fields, as they are now."""
-        return nbytes_of(self.dtypes, self.numel)
+    def spans(self, part: slice) -> list[tuple[int, int]]:
+        """First and last byte of a part of each field, in the buffer."""
+        first, last, _ = part.indices(self.numel)
+        found, start = [], 0
+        for dtype in self.dtypes.values():
+            found.append((start + first * dtype.itemsize, start + last * dtype.itemsize))
+            start += round_up(self.numel * dtype.itemsize)
+        return found
+
+    def lay_out(self) -> None:
+        """Make fields of the buffer."""
+        self.nbytes = nbytes_of(self.dtypes, self.numel)
+        pairs = zip(self.dtypes.items(), self.spans(ALL), strict=True)
+        self.fields = {name: self.buffer[i:j].view(dtype) for (name, dtype), (i, j) in pairs}
 
     def fetch(self) -> None:
-        with self.tier.lock:
+        with self.lock:
             self.is_ahead = self.read(must=False)
 
     def read(self, must: bool) -> bool:
         """Start to read, if need be; False where that ``must`` not be and there is no buffer."""
         if self.tier.acquire(self, must):
-            self.reading = self.file.read_async(self.buffer[: self.nbytes], self.offset)
+            self.lay_out()
+            request = self.tier.file.read_async(self.buffer[: self.nbytes], self.offset)
+            self.in_flight = [(ALL, request)]
         return self.buffer is not None
 
-    def spans(self, part: slice) -> dict[str, tuple[int, int]]:
-        """First and last byte of a part of each field, in the buffer."""
-        first, last, _ = part.indices(self.numel)
-        found, start = {}, 0
-        for name, dtype in self.dtypes.items():
-            found[name] = start + first * dtype.itemsize, start + last * dtype.itemsize
-            start += round_up(self.numel * dtype.itemsize)
-        return found
-
     def open(self, part: slice = ALL) -> Fields:
-        with self.tier.lock:
+        with self.lock:
             self.read(must=True)
             self.opened, self.is_ahead = self.opened + 1, False
-        self.wait(part)
-        spans = self.spans(part).items()
-        return {name: self.buffer[i:j].view(self.dtypes[name]) for name, (i, j) in spans}
-
-    def wait(self, part: slice = ALL) -> None:
-        """Wait until nothing is in flight from or to a part of the buffer."""
-        if self.reading is not None:
-            self.reading.wait()
-        self.wait_for_writes(part)
-        self.wait_for_copies()
-
-    def wait_for_writes(self, part: slice) -> None:
-        for written, request in self.writing:
-            if overlap(written, part, self.numel):
-                request.wait()
-
-    def wait_for_copies(self) -> None:
-        for event in filter(None, (self.arriving, self.leaving)):
-            event.wait()
+        return super().open(part)
 
     def close(self, changed: bool, part: slice = ALL) -> None:
         """Start to write a part that has changed: it begins with a page, and so does each field."""
-        with self.tier.lock:
+        with self.lock:
             self.opened -= 1
-            spans = [(0, self.nbytes)] if part == ALL else self.spans(part).values()
-            if changed:
-                self.wait_for_writes(part)
-                self.writing = [pair for pair in self.writing if not pair[1].done]
-            for start, stop in spans if changed else ():
+            if not changed:
+                return
+            after = self.moving(part)
+            for start, stop in [(0, self.nbytes)] if part == ALL else self.spans(part):
                 pages, place = self.buffer[start : round_up(stop)], self.offset + start
-                self.writing.append((part, self.file.write_async(pages, place, [e for e in [self.arriving] if e])))
+                self.note(self.tier.file.write_async(pages, place, after), part)
 
     def put(self, name: str, values: Tensor) -> None:
-        """Copy ``values`` (numel,) to the field, which takes their dtype."""
-        with self.tier.lock:
+        with self.lock:
             self.wait()
-            self.dtypes[name], self.reading = values.dtype, None
+            self.dtypes = {name: values.dtype}
             self.tier.acquire(self)
+            self.lay_out()
             self.opened, self.is_ahead = self.opened + 1, False
-        start, stop = self.spans(ALL)[name]
-        field = self.buffer[start:stop].view(values.dtype)
-        if self.link is None or values.device == CPU:
-            field.copy_(values)
+        if values.device == CPU:
+            self.fields[name].copy_(values)
         else:
-            self.arriving = self.link.offload(field, values)
+            self.note(self.link.offload(self.fields[name], values))
         self.close(changed=True)
 
     def load(self, name: str, device: torch.device, then: Then) -> Arrival:
         values = self.open()[name]
-        if device == CPU or self.link is None:
-            return Arrival(then(self.taken(values)))
-        target = torch.empty(self.numel, dtype=values.dtype, device=device)
-        self.leaving = self.link.upload(target, values)
-        self.close(changed=False)
-        return self.link.beside(target, then)
-
-    def taken(self, values: Tensor) -> Tensor:
-        """``values`` for whoever keeps them: of the buffer, which is given away, or a copy."""
-        with self.tier.lock:
+        if device != CPU:
+            arrival = super().load(name, device, then)
+            self.close(changed=False)
+            return arrival
+        with self.lock:
             self.close(changed=False)
             if self.opened:
-                return empty(self.numel, values.dtype, CPU).copy_(values)
-            self.tier.release(self)
-        return values
+                values = empty(self.numel, values.dtype, CPU).copy_(values)
+            else:  # the buffer is given away
+                self.tier.release(self)
+        return Arrival(then(values))
 
     def drop(self) -> None:
-        with self.tier.lock:
+        with self.lock:
             if self.buffer is not None and not self.opened:
                 self.wait()
                 self.tier.release(self)
 
 
-class Drive:
+class Drive(Tier):
     """The tier of folders, striped over them: all is written and read once in each use.
 
     What the drive refuses raises in ``open``, ``put`` and ``load``, again and again: the run has lost
@@ -150,7 +122,7 @@ class Drive:
     chunk_numel = 1 << 20  # so that several fit in the buffers
 
     def __init__(self, folders: Sequence[str], near: torch.device) -> None:
-        self.file, self.link = File(folders), link_to(near)
+        self.file, self.near, self.link = File(folders), near, link_to(near)
         # chunks with a buffer; the one used longest ago is first
         self.cached: OrderedDict[FileChunk, None] = OrderedDict()
         self.used: Counter[Kind] = Counter()  # bytes of their buffers
@@ -161,10 +133,9 @@ class Drive:
         """Chunks of a new file, filled with zeros."""
         nbytes, kind = [nbytes_of(dtypes, size) for size in sizes], tuple(dtypes)
         starts = itertools.accumulate(nbytes, initial=self.file.extend(sum(nbytes)))
-        most = SPARE * max(map(capacity_of, nbytes), default=0)
-        self.room[kind] = max(self.room[kind], most)
-        places = zip(starts, sizes, strict=False)
-        return [FileChunk(self, start, dtypes, size) for start, size in places]
+        self.room[kind] = max(self.room[kind], SPARE * max(map(capacity_of, nbytes), default=0))
+        pairs = zip(starts, sizes, strict=False)
+        return [FileChunk(self, start, dtypes, size) for start, size in pairs]
 
     def acquire(self, chunk: FileChunk, must: bool = True) -> bool:
         """Give ``chunk`` a buffer, for which others of its kind make room; True if it had none.
@@ -178,10 +149,10 @@ class Drive:
         while self.used[kind] + size > self.room[kind]:
             closed = [other for other in self.cached if other.kind == kind and not other.opened]
             idle = [other for other in closed if not other.is_ahead] or closed * must
-            if not idle and not must:
-                return False
-            if not idle:
+            if not idle and must:
                 break  # all are in use
+            if not idle:
+                return False
             idle[0].wait()  # until the drive has what is in it
             self.release(idle[0])
         chunk.buffer = empty(size, torch.uint8, CPU, self.link)
@@ -193,14 +164,14 @@ class Drive:
         """Leave a chunk's buffer to whoever has a view of it; its memory is used again after that."""
         self.used[chunk.kind] -= chunk.buffer.nbytes
         del self.cached[chunk]
-        chunk.buffer = None
+        chunk.buffer, chunk.fields = None, {}
 
     def close(self) -> None:
         self.file.close()
-        for chunk in self.cached:
-            chunk.wait_for_copies()
-            chunk.buffer = None
-        self.cached.clear()
+        if self.link is not None:
+            self.link.wait()
+        for chunk in list(self.cached):
+            self.release(chunk)
         trim()
 
 

@@ -32,18 +32,7 @@ from zk.memory import aligned, round_up
 ALIGN = 4096  # what O_DIRECT asks of addresses, offsets and sizes on every drive in use
 BLOCK_NBYTES, THREADS = 4 << 20, 4
 NO_RESERVATION = errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS  # EINVAL: of no bytes, too
-Jobs = queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None]
-
-
-class System:
-    """The system calls that move bytes, each within one block; ``File.system`` may be others."""
-
-    preadv = staticmethod(os.preadv)
-    pwritev = staticmethod(os.pwritev)
-    posix_fallocate = staticmethod(os.posix_fallocate)
-
-
-SYSTEM = System()
+SYSTEM: Any = os  # whose calls move bytes, each within one block; tests make them fail
 
 
 class Request:
@@ -72,7 +61,7 @@ class Request:
                 f"{self.what} has not ended after {self.timeout_s:g} s; is the drive still there?"
             ) from None
         for error in filter(None, errors):  # a new one for each who waits, who may add to it
-            raise copy.copy(error).with_traceback(error.__traceback__)
+            raise copy.copy(error)
 
 
 class File:
@@ -93,20 +82,16 @@ class File:
     def __init__(
         self, folders: Sequence[str | os.PathLike[str]], nbytes: int = 0, timeout_s: float = 300.0
     ) -> None:
-        self.nbytes, self.timeout_s, self.pid = 0, timeout_s, os.getpid()
-        self.system: Any = SYSTEM
+        self.nbytes, self.reserved, self.timeout_s, self.pid = 0, 0, timeout_s, os.getpid()
+        self.system = SYSTEM
         self.read_nbytes = self.written_nbytes = 0
         self.paths, self.descriptors = [os.fspath(folder) for folder in folders], list[int]()
-        self.jobs: Jobs = queue.SimpleQueue()
+        self.jobs: Any = queue.SimpleQueue()
         threads: list[threading.Thread] = []
         self.close = weakref.finalize(self, end, self.jobs, threads, self.descriptors)
-        try:
-            for path in self.paths:
-                self.descriptors.append(open_unnamed(path))
-            self.extend(nbytes)
-        except BaseException:
-            self.close()
-            raise
+        for path in self.paths:
+            self.descriptors.append(open_unnamed(path))
+        self.extend(nbytes)
         for _ in range(THREADS):
             threads.append(threading.Thread(target=work, args=(self.jobs,), daemon=True))
             threads[-1].start()
@@ -114,17 +99,11 @@ class File:
     def extend(self, nbytes: int) -> int:
         """Reserve space for ``nbytes`` more, zeros; returns the offset of the first."""
         offset = round_up(self.nbytes, ALIGN)
-        start, stop = self.stripe_nbytes(self.nbytes), self.stripe_nbytes(offset + nbytes)
+        self.nbytes, start, count = offset + nbytes, self.reserved, len(self.paths)
+        self.reserved = round_up(self.nbytes, BLOCK_NBYTES * count) // count  # in each folder
         for path, descriptor in zip(self.paths, self.descriptors, strict=True):
-            reserve(descriptor, path, stop, start)
-        self.nbytes = offset + nbytes
+            reserve(descriptor, path, self.reserved, start)
         return offset
-
-    def stripe_nbytes(self, nbytes: int) -> int:
-        """Bytes of each stripe, for ``nbytes`` in all."""
-        count = len(self.paths)
-        whole = round_up(nbytes, BLOCK_NBYTES * count) // count
-        return min(round_up(nbytes, ALIGN), whole)
 
     def read_async(self, tensor: Tensor, offset: int = 0) -> Request:
         """Start to fill a tensor in host memory with the bytes at ``offset``."""
@@ -144,14 +123,13 @@ class File:
         what = f"{verb} of {tensor.nbytes} bytes at offset {offset} of {', '.join(self.paths)}"
         if self.pid != os.getpid() or not self.close.alive:
             raise RuntimeError(f"{what}, which is closed, or open in the process that forked this")
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise ValueError(f"{what} needs a contiguous tensor in host memory")
         if (tensor.data_ptr() | tensor.nbytes | offset) % ALIGN:
             raise ValueError(f"{what} needs whole pages of {ALIGN} bytes, in memory that is aligned")
         first, stop = offset, offset + tensor.nbytes
         if offset < 0 or stop > self.nbytes:
             raise ValueError(f"{what} is outside of its {self.nbytes}")
-        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+        # torch refuses what is not contiguous, or not in host memory
+        data = tensor.detach().view(-1).view(torch.uint8).numpy().data
         request = Request(f"the {what}", self.timeout_s)
         while offset < stop:
             end = min(stop, offset - offset % BLOCK_NBYTES + BLOCK_NBYTES)
@@ -174,16 +152,15 @@ class File:
             what = f"{verb} of {len(data) - moved} bytes at offset {place}"
             try:
                 some = call(self.descriptors[number], [data[moved:]], place)
+                if some <= 0:
+                    raise OSError(errno.EIO, "the file has become shorter")
             except OSError as error:
                 why = f"{what} failed ({error.strerror})"
                 raise OSError(error.errno, why, self.paths[number]) from None
-            if some <= 0:
-                why = f"{what} moved none: the file has become shorter"
-                raise OSError(errno.EIO, why, self.paths[number])
             moved += some
 
 
-def work(jobs: Jobs) -> None:
+def work(jobs: Any) -> None:
     """Move blocks, on a thread of its own, until told to end."""
     while (job := jobs.get()) is not None:
         future, move = job
@@ -194,7 +171,7 @@ def work(jobs: Jobs) -> None:
         del job, future, move  # and with them the memory, until there is another one
 
 
-def end(jobs: Jobs, threads: list[threading.Thread], descriptors: list[int]) -> None:
+def end(jobs: Any, threads: list[threading.Thread], descriptors: list[int]) -> None:
     """End the threads once all that was asked of them is done, and close.
 
     A thread that is still in a call when Python goes away would end the process with SIGABRT, so
@@ -242,10 +219,7 @@ def reserve(descriptor: int, path: str, stop: int, start: int = 0) -> None:
     except OSError as error:
         if error.errno in NO_RESERVATION:
             return os.ftruncate(descriptor, stop)
-        drive, needed = os.fstatvfs(descriptor), stop - start
-        free = drive.f_bavail * drive.f_frsize
-        why = (
-            f"{needed} bytes ({needed / 2**20:,.1f} MiB) are needed and {free} "
-            f"({free / 2**20:,.1f} MiB) are free ({error.strerror})"
-        )
+        drive, needed = os.fstatvfs(descriptor), (stop - start) / 2**20
+        free = drive.f_bavail * drive.f_frsize / 2**20
+        why = f"{needed:,.1f} MiB are needed and {free:,.1f} MiB are free ({error.strerror})"
         raise OSError(error.errno, why, path) from None

@@ -1,8 +1,8 @@
 """Tiers: where a unit's states rest. A chunk is a set of flat fields that move together.
 
-    Memory      device memory, or the host's where both are one: a chunk is always there
-    Host        host memory beside a device: put and load copy, while device and host compute
-    Drive       a file: fetch starts to read a chunk, open waits for it, close writes it behind
+    Chunk       device memory, or the host's where both are one: it is always there
+    HostChunk   host memory beside a device: put and load copy, while device and host compute
+    FileChunk   a file: fetch starts to read it, open waits for it, close writes it behind
 
 A field is (numel,), named by what it holds: "param", "grad", "master", "exp_avg", ...
 Copies are known in here alone: who puts, opens and awaits what it loaded has what it needs. They run
@@ -17,10 +17,11 @@ Copies are raw: contiguous tensors of one size and dtype. The link keeps both en
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,8 +63,8 @@ class Chunk:
         """End what ``open`` of the same part began."""
 
     def put(self, name: str, values: Tensor) -> None:
-        """Take ``values`` (numel,) as a field; without a copy where they are on this tier."""
-        self.fields[name] = values.to(self.device)
+        """Take ``values`` (numel,) as its only field; without a copy where they are on this tier."""
+        self.fields = {name: values.to(self.device)}
 
     def load(self, name: str, device: torch.device, then: Then) -> Arrival:
         """Start to bring a field to ``device``; ``wait()`` returns what ``then`` has made of it."""
@@ -79,44 +80,42 @@ class HostChunk(Chunk):
 
     stays = False
 
-    def __init__(self, dtypes: Dtypes, numel: int, link: CudaLink) -> None:
+    def __init__(self, dtypes: Dtypes, numel: int, near: torch.device) -> None:
         super().__init__(dtypes, numel, CPU)
-        self.link = link
-        self.arriving: dict[str, Event] = {}  # copies into fields
-        self.leaving: list[tuple[slice, Event]] = []  # copies of parts of them
+        self.link: Any = link_to(near)
+        self.lock = threading.RLock()
+        self.in_flight: list[tuple[slice, Any]] = []  # Events and Requests that move parts
+
+    def note(self, event: Any, part: slice = ALL) -> None:
+        """Something moves a part from now on."""
+        with self.lock:
+            self.in_flight = [p for p in self.in_flight if not p[1].done] + [(part, event)]
+
+    def moving(self, part: slice = ALL) -> list[Any]:
+        """What moves some of a part."""
+        return [e for p, e in self.in_flight if not e.done and overlap(p, part, self.numel)]
+
+    def wait(self, part: slice = ALL) -> None:
+        """Wait until nothing moves any of a part."""
+        for event in self.moving(part):
+            event.wait()
 
     def open(self, part: slice = ALL) -> Fields:
-        for event in list(self.arriving.values()):
-            event.wait()
-        for copied, event in list(self.leaving):
-            if overlap(copied, part, self.numel):
-                event.wait()
+        self.wait(part)
         return super().open(part)
 
     def put(self, name: str, values: Tensor) -> None:
         """Start to copy ``values`` to page-locked memory that is used again."""
-        host = self.fields[name] = empty(self.numel, values.dtype, CPU, self.link)
-        if values.device == CPU:
-            self.arriving.pop(name, None)
-            host.copy_(values)
-        else:
-            self.arriving[name] = self.link.offload(host, values)
+        self.fields = {name: empty(self.numel, values.dtype, CPU, self.link)}
+        self.in_flight = [(ALL, self.link.offload(self.fields[name], values))]
 
     def load(self, name: str, device: torch.device, then: Then) -> Arrival:
-        if device == CPU:
-            return Arrival(then(self.open()[name]))
         target = torch.empty(self.numel, dtype=self.fields[name].dtype, device=device)
-        self.upload(target, name, ALL)
-        return self.link.beside(target, then)
+        self.upload(target, name)
+        return self.link.beside(target, then)  # type: ignore[no-any-return]
 
-    def upload(self, target: Tensor, name: str, part: slice) -> None:
-        after = [self.arriving[name]] if name in self.arriving else ()
-        event = self.link.upload(target, self.fields[name][part], after)
-        self.leaving = [(p, e) for p, e in self.leaving if not e.done] + [(part, event)]
-
-    def drop(self) -> None:
-        super().drop()
-        self.arriving, self.leaving = {}, []
+    def upload(self, target: Tensor, name: str, part: slice = ALL) -> None:
+        self.note(self.link.upload(target, self.fields[name][part], self.moving(part)), part)
 
 
 class MirroredChunk(HostChunk):
@@ -128,8 +127,8 @@ class MirroredChunk(HostChunk):
     def put(self, name: str, values: Tensor) -> None:
         super().put(name, values)
         self.near = values
-        if name in self.arriving:
-            self.link.follow(self.arriving[name])  # compute may change what it still has
+        for event in self.moving():
+            self.link.follow(event)  # compute may change what it still has
 
     def close(self, changed: bool, part: slice = ALL) -> None:
         """Start to bring what has changed to the device."""
@@ -137,9 +136,7 @@ class MirroredChunk(HostChunk):
             self.upload(self.near[part], "param", part)
 
     def load(self, name: str, device: torch.device, then: Then) -> Arrival:
-        return (
-            super().load(name, device, then) if device == CPU else self.link.beside(self.near, then)
-        )
+        return self.link.beside(self.near, then)  # type: ignore[no-any-return]
 
 
 def overlap(one: slice, other: slice, numel: int) -> bool:
@@ -148,56 +145,35 @@ def overlap(one: slice, other: slice, numel: int) -> bool:
     return max(start, first) < min(stop, last)
 
 
-class Tier(Protocol):
-    """A place where chunks rest."""
+class Tier:
+    """A place where chunks rest; this one is memory: a device's, or the host's beside it."""
 
-    chunk_numel: int
+    chunk_numel = 1 << 23
     """The most elements of optimizer states that one of its chunks should have."""
+
+    def __init__(self, device: torch.device, kind: type[Chunk]) -> None:
+        self.device, self.kind, self.made = device, kind, list[Chunk]()
 
     def chunks(self, dtypes: Dtypes, sizes: list[int]) -> list[Chunk]:
         """A chunk of zeros for each of ``sizes`` (elements)."""
-
-    def close(self) -> None:
-        """Give back what the tier holds."""
-
-
-class Memory:
-    """The tier of one device's memory."""
-
-    chunk_numel = 1 << 23
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def chunks(self, dtypes: Dtypes, sizes: list[int]) -> list[Chunk]:
-        return [Chunk(dtypes, size, self.device) for size in sizes]
-
-    def close(self) -> None:
-        """Memory goes with its tensors."""
-
-
-class Host(Memory):
-    """The tier of host memory beside a device. ``mirrored``: with a copy on the device."""
-
-    def __init__(self, near: torch.device, mirrored: bool = False) -> None:
-        super().__init__(CPU)
-        self.near, self.kind = near, MirroredChunk if mirrored else HostChunk
-        self.made: list[Chunk] = []
-
-    def chunks(self, dtypes: Dtypes, sizes: list[int]) -> list[Chunk]:
-        link = link_to(self.near)
-        if link is None:
-            return super().chunks(dtypes, sizes)
-        made: list[Chunk] = [self.kind(dtypes, size, link) for size in sizes]
+        made = [self.kind(dtypes, size, self.device) for size in sizes]
         self.made += made
         return made
 
     def close(self) -> None:
+        """Give back what the tier holds, once nothing is in flight."""
         for chunk in self.made:
-            chunk.open()  # once nothing is in flight
+            chunk.open()
             chunk.drop()
         self.made.clear()
         trim()
+
+
+def memory_tiers(device: torch.device) -> dict[str, Tier]:
+    """The tiers of memory. "mirrored": the host's, with a copy on the device."""
+    kinds = (Chunk, HostChunk, MirroredChunk) if device.type == "cuda" else (Chunk,) * 3
+    pairs = zip(("device", "host", "mirrored"), kinds, strict=True)
+    return {name: Tier(device, kind) for name, kind in pairs}
 
 
 # ---- the link to a device ----------------------------------------------------------------------
@@ -206,13 +182,13 @@ class Host(Memory):
 class Event:
     """A point in a stream, such as the end of a copy."""
 
-    def __init__(self, event: Any, link: CudaLink) -> None:
-        self.event, self.link = event, link  # cupy's
+    def __init__(self, event: torch.cuda.Event, link: CudaLink) -> None:
+        self.event, self.link = event, link
         self.near: Tensor | None = None  # the device end of a copy, until compute follows it
 
     @property
     def done(self) -> bool:
-        return bool(self.event.done)
+        return bool(self.event.query())
 
     def wait(self) -> None:
         """Return when it is over: the host may touch either end. The core is free meanwhile."""
@@ -253,13 +229,8 @@ class CudaLink:
                 f"copies between {device} and the host go through cupy, which is not installed; "
                 f"pip install cupy-cuda{version}x"
             ) from error
-        self.device, self.runtime, self.new_event = device, cupy.cuda.runtime, cupy.cuda.Event
-        torch.cuda.current_stream(device)  # torch's context first
-        with torch.cuda.device(device):
-            self.down = cupy.cuda.Stream(non_blocking=True)
-            self.up = cupy.cuda.Stream(non_blocking=True)
-        # which self.up must outlive
-        self.up_torch = torch.cuda.ExternalStream(self.up.ptr, device=device)
+        self.device, self.runtime = device, cupy.cuda.runtime
+        self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.lock = threading.Lock()
         # copies with their host ends, by kind; offloads whose device ends compute has not followed
         self.in_flight = {TO_DEVICE: deque[InFlight](), TO_HOST: deque[InFlight]()}
@@ -268,7 +239,7 @@ class CudaLink:
 
     def offload(self, host: Tensor, source: Tensor) -> Event:
         """Start to copy ``source`` (device) to ``host``, after what compute was asked to do."""
-        event = self.copy(self.down.ptr, TO_HOST, host, source, [self.mark()])
+        event = self.copy(TO_HOST, host, source, [self.mark()])
         self.behind.append((event, source.nbytes))
         self.behind_nbytes += source.nbytes
         while self.behind_nbytes > BEHIND_NBYTES and len(self.behind) > 1:
@@ -279,21 +250,21 @@ class CudaLink:
 
     def upload(self, target: Tensor, host: Tensor, after: Iterable[Event] = ()) -> Event:
         """Start to copy ``host`` to ``target`` (device), after that, ``after``, earlier uploads."""
-        return self.copy(self.up.ptr, TO_DEVICE, target, host, [self.mark(), *after])
+        return self.copy(TO_DEVICE, target, host, [self.mark(), *after])
 
     def beside(self, values: Tensor, then: Then) -> Arrival:
         """Start ``then(values)`` on the device after earlier uploads; compute does not wait."""
-        self.order(self.up.ptr, self.mark())
-        with torch.cuda.stream(self.up_torch):
+        self.up.wait_event(self.mark().event)
+        with torch.cuda.stream(self.up):
             value = then(values)
-            event = self.record(self.up.ptr)
+            event = self.record(self.up)
         event.near = values
         return Arrival(value, event)
 
     def follow(self, event: Event) -> torch.cuda.Stream:
         """Make compute, the current stream of this thread, wait for ``event``."""
         stream = torch.cuda.current_stream(self.device)
-        self.order(stream.cuda_stream, event)
+        stream.wait_event(event.event)
         near, event.near = event.near, None
         if near is not None:
             near.record_stream(stream)  # it may be another stream's
@@ -304,31 +275,21 @@ class CudaLink:
     def mark(self) -> Event:
         """What compute, the current stream of this thread, has been asked to do."""
         self.drop_done()
-        return self.record(torch.cuda.current_stream(self.device).cuda_stream)
+        return self.record(torch.cuda.current_stream(self.device))
 
-    def record(self, stream: int) -> Event:
-        with torch.cuda.device(self.device):
-            event = self.new_event(block=True, disable_timing=True)
-            self.runtime.eventRecord(event.ptr, stream)
-        return Event(event, self)
+    def record(self, stream: torch.cuda.Stream) -> Event:
+        return Event(stream.record_event(torch.cuda.Event(blocking=True)), self)
 
-    def order(self, stream: int, event: Event) -> None:
-        """Make a stream wait for ``event``."""
-        with torch.cuda.device(self.device):
-            self.runtime.streamWaitEvent(stream, event.event.ptr)
-
-    def copy(
-        self, stream: int, kind: int, target: Tensor, source: Tensor, after: Iterable[Event]
-    ) -> Event:
+    def copy(self, kind: int, target: Tensor, source: Tensor, after: Iterable[Event]) -> Event:
+        stream = self.up if kind == TO_DEVICE else self.down
         assert target.is_contiguous() and source.is_contiguous(), "a copy takes contiguous tensors"
         assert (target.shape, target.dtype) == (source.shape, source.dtype), "ends are not alike"
         with self.lock:
             for event in after:
-                self.order(stream, event)
+                stream.wait_event(event.event)
+            ends = target.data_ptr(), source.data_ptr()
             with torch.cuda.device(self.device):
-                self.runtime.memcpyAsync(
-                    target.data_ptr(), source.data_ptr(), source.nbytes, kind, stream
-                )
+                self.runtime.memcpyAsync(*ends, source.nbytes, kind, stream.cuda_stream)
             copied = self.record(stream)
             copied.near, host = (target, source) if kind == TO_DEVICE else (source, target)
             self.in_flight[kind].append((copied, host))
@@ -370,27 +331,27 @@ class CudaLink:
                 error,
             )
 
+    def wait(self) -> None:
+        """Return when no copy is in flight."""
+        self.down.synchronize()
+        self.up.synchronize()
+        self.drop_done()
+
     def unpin(self, memory: Tensor) -> None:
         """Undo ``pin``, after the copies in flight."""
         if memory.data_ptr() in self.pinned:
-            self.down.synchronize()
-            self.up.synchronize()
+            self.wait()
             with torch.cuda.device(self.device):
                 self.runtime.hostUnregister(memory.data_ptr())
             self.pinned.discard(memory.data_ptr())
 
 
 InFlight = tuple[Event, Tensor]
-# one for each device, so that all who use it share its streams; tests put twins here
-LINKS: dict[torch.device, CudaLink] = {}
-_making = threading.Lock()
+one_link = functools.cache(CudaLink)  # of a device, so that all who use it share its streams
 
 
 def link_to(device: torch.device) -> CudaLink | None:
     """The link to ``device``; None where its memory is the host's, and nothing is copied."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    with _making:
-        if device not in LINKS and device.type == "cuda":
-            LINKS[device] = CudaLink(device)
-        return LINKS.get(device)
+    return one_link(device) if device.type == "cuda" else None

@@ -77,7 +77,7 @@ def machine() -> Iterator[Finding]:
     fix = "bf16 is slow on this CPU: use dtype='fp32'" * (not fast and not has_gpu)
     yield Finding("machine", "CPU", f"{said}; bf16 is {'fast' if fast else 'slow'}", fix)
     (total, free), whole = host_memory(), psutil.virtual_memory().total
-    fix = f"a container or ulimit -v allows no more of {size(whole)}" * (total < whole)
+    fix = f"a container allows no more of {size(whole)}" * (total < whole)
     yield Finding("machine", "memory", f"{size(free)} of {size(total)} free", fix)
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     low = has_gpu and 0 <= limit < total  # -1 is no limit
