@@ -92,8 +92,8 @@ def test_what_zk_cannot_do_is_refused_with_a_remedy(config: dict[str, Any], mess
     [
         ((32, 4, None), 4, (32, 4, 2)),
         ((32, None, 2), 4, (32, 4, 2)),
-        ((32, 4, 3), 4, "two are to be written; got 32, 4, 3 and 4"),
-        ((None, None, None), 1, "two are to be written; got 0, 0, 1 and 1"),
+        ((32, 4, 3), 4, "got 32, 4, 3 and 4: write two of them"),
+        ((None, None, None), 1, "got 0, 0, 1 and 1: write two of them"),
         (("auto", 4, 2), 4, "which nothing fills in"),
     ],
 )

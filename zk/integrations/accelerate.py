@@ -94,8 +94,7 @@ class ZeroAccelerator(Accelerator):
             require(holds, rule)
         if not is_autocast:
             self.native_amp, self.scaler = False, None
-        # of this process, to which a model never moves as a whole
-        device = config.device or (self.device if self.device_placement else None)
+        device = config.device or self.device  # to which a model never moves as a whole
         self.zero = dataclasses.replace(config, dtype=dtype, device=device)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping
@@ -118,12 +119,13 @@ def is_deepspeed(zero: Any) -> bool:
 def _batch_sizes(values: Mapping[str, Any], world: int) -> tuple[int, int, int]:
     """The three of ``_BATCH``: what is missing is computed as DeepSpeed does."""
     train, micro, count = (values.get(name) for name in _BATCH)
-    count = count or (train // (micro * world) if train and micro else 1)
+    count = count or (train and micro and train // (micro * world)) or 1
     micro = micro or (train or 0) // (count * world)
     train = train or micro * count * world
-    rule = f"{_BATCH[0]} must be {_BATCH[1]} x {_BATCH[2]} x ranks, of which two are to be written"
     require(
-        train == micro * count * world > 0, f"{rule}; got {train}, {micro}, {count} and {world}"
+        train == micro * count * world > 0,
+        f"{_BATCH[0]} must be {_BATCH[1]} x {_BATCH[2]} x ranks; got {train}, {micro}, {count} and "
+        f"{world}: write two of them",
     )
     return train, micro, count
 
@@ -213,16 +215,16 @@ def initialize(
     assert config is not None
     if torch.cuda.is_available():
         rank = os.environ.get("LOCAL_RANK", torch.cuda.current_device())
+        torch.cuda.set_device(int(rank))
         overrides = {"device": f"cuda:{rank}", **overrides}
     values = _read(config, {}, ["optimizer"] if optimizer else [])
     zero = _zero_config(values, overrides)
-    if "cuda" in str(zero.device):
-        torch.cuda.set_device(zero.device)
     connect()
     sizes = _batch_sizes(values, Comm(zero.process_group).size)
     if optimizer is None:
         named = {name.rpartition(".")[2]: values[name] for name in values if ".params." in name}
-        adam = torch.optim.AdamW if named.pop("adam_w_mode", True) else torch.optim.Adam
+        is_adamw = named.pop("adam_w_mode", True)
+        adam = functools.partial(torch.optim.Adam, decoupled_weight_decay=is_adamw)
         kinds: dict[str, Any] = {"adam": adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
         kind = str(values.get("optimizer.type")).lower()
         require(kind in kinds, "optimizer.type must be Adam, AdamW or SGD; or pass optimizer=")

@@ -59,6 +59,7 @@ class ZeroTrainerMixin:
     optimizer: Any
     _rates: Rates | None = None
     _resume_from: Path | None = None  # the newest checkpoint
+    _whole: dict[str, Any] | None = None  # weights that are being saved
 
     def __init__(self, *args: Any, zero: Any = None, **kwargs: Any) -> None:
         self._zero_given = zero
@@ -76,7 +77,7 @@ class ZeroTrainerMixin:
         require(gpus < 2, f"one process sees {gpus} GPUs; use torchrun --nproc_per_node {gpus}")
         self.accelerator.__class__ = ZeroAccelerator  # which the Trainer made from its arguments
         # the Trainer clips, not by DeepSpeed's JSON
-        self.accelerator.adopt(given if said is None else said, clip_grad_norm=None)
+        self.accelerator.adopt(said or given, clip_grad_norm=None)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """At stage 3 the optimizer moves parameters to their tier, and never all to the device."""
@@ -104,14 +105,14 @@ class ZeroTrainerMixin:
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """The Trainer's; a line about training holds the rates since the last one."""
-        if self._rates is not None and "loss" in logs:
+        if self._rates and "loss" in logs:
             logs.update(loggable(self.zero, self._rates))
         super().log(logs, *args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         pauses = self.control.should_evaluate or self.control.should_save
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        if pauses and self._rates is not None:
+        if pauses and self._rates:
             self._rates.restart()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,22 +127,22 @@ class ZeroTrainerMixin:
             if self.args.process_index == 0:  # of an earlier run; it would win over these weights
                 shutil.rmtree(folder / FOLDER, ignore_errors=True)
             self.accelerator.wait_for_everyone()  # before anybody writes there
-        if zero is None or not zero._runtime.stores or zero.config.stage != 3:
-            super().save_model(output_dir, _internal_call)
-            return
-        names = self._names_to_save()
-        nbytes = 2 * sum(param.nbytes for param in self.model.parameters())  # whole, and in files
-        fits = broadcast_object_list([nbytes < host_memory()[1]])[0]
-        if names is None and not fits:
-            log.warning("no room for all weights: 'zk export %s OUT' writes them", folder / FOLDER)
-            if not _internal_call or self.args.save_only_model:
-                zero.save_checkpoint(folder / FOLDER)
-            return
-        state = zero.consolidated_state_dict(rank0_only=True, names=names)
-        if self.args.should_save:
-            self._save(str(folder), state_dict=state)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        if zero is not None and zero._runtime.stores and zero.config.stage == 3:
+            names = self._names_to_save()
+            nbytes = 2 * sum(param.nbytes for param in self.model.parameters())  # and in files
+            fits = broadcast_object_list([nbytes < host_memory()[1]])[0]
+            if names is None and not fits:
+                place = folder / FOLDER
+                log.warning("no room for all weights: 'zk export %s OUT' writes them", place)
+                if not _internal_call or self.args.save_only_model:
+                    zero.save_checkpoint(place)
+                return
+            self._whole = zero.consolidated_state_dict(rank0_only=True, names=names)
+        super().save_model(output_dir, _internal_call)
+        self._whole = None
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict or self._whole)
 
     def _names_to_save(self) -> set[str] | None:
         """The parameters of adapters, as PEFT chooses them by name; None: all, without adapters."""

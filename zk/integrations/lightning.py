@@ -39,9 +39,13 @@ NAMES: dict[str, dict[str, Any]] = {  # of a strategy: fields of ZeroConfig
     "zk_stage_3_offload": {"stage": 3, "param_tier": "host", "optimizer_tier": "host"},
     "zk_stage_3_offload_nvme": {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
 }
-# Lightning's name -> what parameters are cast to; None: they keep their own
-_DTYPES = {"32-true": None, "bf16-true": torch.bfloat16, "16-true": torch.float16}
-_DTYPES |= {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_DTYPES: dict[str, Any] = {  # Lightning's name: what parameters are cast to, and are afterwards
+    "32-true": (None, None),
+    "bf16-true": (torch.bfloat16, None),
+    "16-true": (torch.float16, None),
+    "bf16-mixed": (torch.bfloat16, "fp32"),
+    "16-mixed": (torch.float16, "fp32"),
+}
 _WRITERS = {"StochasticWeightAveraging", "WeightAveraging", "ModelPruning"}
 _OF_TRAINER = {"device": "accelerator", "dtype": "precision", "clip_grad_norm": "gradient_clip_val"}
 _REST, _STEP = "lightning.ckpt", "zk_step"
@@ -59,8 +63,8 @@ class ZeroPrecision(_Precision):  # type: ignore[misc]
         super().__init__()
         rule = f"precision must be one of {[*_DTYPES]}; got {inner.precision!r}"
         require(inner.precision in _DTYPES, rule)
-        self.precision, self.dtype = inner.precision, _DTYPES[inner.precision]
-        self.master_dtype = "fp32" if self.precision.endswith("mixed") else None
+        self.precision = inner.precision
+        self.dtype, self.master_dtype = _DTYPES[inner.precision]
         self.forward_context, self.convert_input = inner.forward_context, inner.convert_input
         self.convert_output = inner.convert_output
 
@@ -195,17 +199,15 @@ class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         if self.is_global_zero:  # last: a crash leaves what was there before
             rest = {**checkpoint, "optimizer_states": [], _STEP: step.name}
             self.checkpoint_io.save_checkpoint(rest, path / _REST)
-            for old in path.glob("step-*"):
-                if old != step:
-                    shutil.rmtree(old)
+            for old in {*path.glob("step-*")} - {step}:
+                shutil.rmtree(old)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         path = Path(checkpoint_path)
-        file = path / _REST if path.is_dir() else path
-        checkpoint: dict[str, Any] = super().load_checkpoint(file, *args, **kwargs)
-        if file != path:
-            checkpoint[_STEP] = folders.find(path / checkpoint[_STEP])
-        return checkpoint
+        if not path.is_dir():
+            return dict(super().load_checkpoint(path, *args, **kwargs))
+        checkpoint = dict(super().load_checkpoint(path / _REST, *args, **kwargs))
+        return {**checkpoint, _STEP: folders.find(path / checkpoint[_STEP])}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         is_meta = any(param.is_meta for param in self.lightning_module.parameters())
