@@ -7,8 +7,8 @@ the report, and the next job runs. A job that no longer fits into ``--minutes`` 
 job: DATE-gpu.md, from the rows in DATE-gpu.jsonl beside it. With ``--sections`` the rows of other jobs stay, so that a second run can add what
 a first one did not reach.
 
-Before a job of training steps runs, ``zk plan`` says what it needs and how long a step takes at the rates measured so far. What cannot fit in
-host memory is not tried. ``--dry-run`` executes everything in tiny sizes, on a CPU if there is no GPU. The exit status is 1 if a test failed.
+Before a job of training steps runs, ``zk plan`` says what it needs. What cannot fit in host memory is not tried. ``--dry-run`` executes
+everything in tiny sizes, on a CPU if there is no GPU. The exit status is 1 if a test failed.
 """
 
 from __future__ import annotations

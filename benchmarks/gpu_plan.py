@@ -1,7 +1,8 @@
-"""Plans of the jobs of `make gpu`: bytes and seconds by ``zk plan``, at the rates that the same run has measured."""
+"""Plans of the jobs of `make gpu`: bytes by ``zk plan``."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from gpu_model import SIZES, Model, Size, tiny, working_nbytes
 from gpu_step import CLIP, Job
 
 from zk.config import ZeroConfig
-from zk.tools.plan import USABLE, Machine, Plan, step_of
+from zk.tools.plan import USABLE, Machine, Plan
 from zk.tools.summary import changes
 
 Row = dict[str, Any]
@@ -34,7 +35,6 @@ class Planned:
     device_nbytes: int
     host_nbytes: int
     missing: dict[str, int]  # memory -> bytes that it has too few, of the share that training may take
-    seconds: dict[str, float]  # tokens -> a step
     zero: dict[str, Any] = dataclasses.field(default_factory=dict)
     note: str = ""
     refused: str = ""  # why it is not tried
@@ -62,84 +62,62 @@ def numels_of(size: Size) -> list[int]:
 
 
 def machine_of(rows: Sequence[Row], nvme: Path, host_nbytes: int | None = None) -> Machine:
-    """The machine, with measured rates, or the defaults of ``zk plan`` where there are none yet."""
+    """The machine's memory."""
     drive = next(folder for folder in (nvme, *nvme.parents) if folder.is_dir())
-    rates: dict[str, float] = {"tflops": 100.0}
     here = of(rows, "machine")[-1]
-    if found := of(rows, "matmul"):
-        rates["tflops"] = found[-1]["tflops"]
-    if found := [row for row in of(rows, "copy", system="zk, pinned") if row["direction"] != "both at once"]:
-        rates["link_gbps"] = min(row["gbps"] for row in found)
-    if found := of(rows, "cpu adam"):
-        rates["dram_gbps"] = 30 * max(row["billion_per_s"] for row in found)  # bytes of memory for each parameter
-    for name, direction in (("read_gbps", "read"), ("written_gbps", "write")):
-        if found := of(rows, "drive", direction=direction):
-            rates[name] = found[-1]["gbps"]
-    sizes = {"gpu_nbytes": here["device_nbytes"], "ram_nbytes": host_nbytes or here["host_nbytes"], "nvme_nbytes": shutil.disk_usage(drive).free}
-    return Machine(**sizes, **rates)
-
-
-def tflops_of(job: Job, tokens: int, rows: Sequence[Row], machine: Machine) -> float:
-    """Operations that plain torch reached with the same model and tokens, in 1e12 per second, or those of the floor."""
-    names = {row["name"] for row in of(rows, "plan", system="torch", model=job.model)}
-    found = [row for row in of(rows, "step", tokens=tokens) if row["name"] in names]
-    return 8 * sum(numels_of(size_of(job, found[-1]["dry"]))) * tokens / found[-1]["median"] / 1e12 if found else machine.tflops
+    return Machine(gpu_nbytes=here["device_nbytes"], ram_nbytes=host_nbytes or here["host_nbytes"], nvme_nbytes=shutil.disk_usage(drive).free)
 
 
 def _power_of_two(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length()
 
 
-def _of_torch(job: Job, size: Size, machine: Machine) -> Planned:
+def _of_torch(job: Job, size: Size) -> Planned:
     """All on the device: parameters, gradients and both moments in bf16."""
     numel = sum(numels_of(size))
     device = 8 * numel + working_nbytes(size, max(job.tokens))
-    seconds = {str(tokens): 8 * numel * tokens / machine.tflops / 1e12 for tokens in job.tokens}
     note = f"bf16 moments, no fp32 master (with it and fp32 moments, state alone would take {16 * numel / GIB:.0f} GiB of device memory)"
-    return Planned(numel, device, 0, {}, seconds, note=note)
+    return Planned(numel, device, 0, {}, note=note)
 
 
-def _of_fsdp2(job: Job, size: Size, machine: Machine) -> Planned:
+def _of_fsdp2(job: Job, size: Size) -> Planned:
     """Parameters and gradients in pinned host memory, each rounded up to a power of two by torch's allocator; moments in ordinary memory."""
     numels = numels_of(size)
     numel, block = sum(numels), sum(param.numel() for param in model_of(size).blocks[0].parameters())
     pinned, wide = (2 * sum(_power_of_two(width * count) for count in numels) for width in (2, 4))
     device = 2 * 2 * (2 * block + numel - size.layers * block) + working_nbytes(size, max(job.tokens))
     note = f"bf16 parameters and moments, no fp32 master (with fp32 ones host memory would need {(wide + 8 * numel) / GIB:.0f} GiB)"
-    return Planned(numel, device, pinned + 4 * numel, {}, {}, note=note)
+    return Planned(numel, device, pinned + 4 * numel, {}, note=note)
 
 
-def _of_zk(job: Job, size: Size, machine: Machine, rows: Sequence[Row], nvme: Path) -> Planned:
+def _of_zk(job: Job, size: Size, machine: Machine, nvme: Path) -> Planned:
     """A ZeroConfig and its bytes. "auto" gets budgets that leave room for activations, and bf16 moments where fp32 ones find no room."""
     working = working_nbytes(size, max(job.tokens), job.keep_last)
     inputs = working_nbytes(size, max(job.tokens)) - working  # in host memory
     gpu, ram = machine.gpu_nbytes, machine.ram_nbytes
     assert gpu is not None
     room = dataclasses.replace(machine, gpu_nbytes=gpu - int(working / USABLE["device"]), ram_nbytes=ram - int(inputs / USABLE["host"]))
-    plan = Plan(name=job.model, model=model_of(size), machine=room)
+    plan = Plan(name=job.model, model=model_of(size), machine=room, tokens=0)
     given = {"dtype": "bf16", "clip_grad_norm": CLIP, **TIERS[job.system], **job.zero}
     given |= {"nvme_path": str(nvme)} if "nvme" in given.values() else {}
     is_auto = job.system == "zk_auto"
     given |= {"overlap_step": True} if is_auto else {}
+    row = None
     for state_dtype in ("fp32", "bf16") if is_auto else (given.pop("state_dtype", "fp32"),):
         named = {"state_dtype": state_dtype} if state_dtype != "fp32" else {}
-        plan = dataclasses.replace(plan, state_dtype=state_dtype)
-        row = plan.row(ZeroConfig(**given, **named), 0)
+        with contextlib.suppress(ValueError):  # "auto" finds no room for it
+            row = dataclasses.replace(plan, state_dtype=state_dtype).row(ZeroConfig(**given, **named))
         if row is not None and not row.missing:
             break
     numel = sum(numels_of(size))
     if row is None:
-        return Planned(numel, 0, 0, {}, {}, refused="zk plan finds no room for it")
-    seconds = {}
-    for tokens in job.tokens:
-        rates = dataclasses.replace(machine, tflops=tflops_of(job, tokens, rows, machine))
-        seconds[str(tokens)] = step_of(dataclasses.replace(plan, machine=rates), row, tokens)[0]
+        return Planned(numel, 0, 0, {}, refused="zk plan finds no room for it")
     zero = changes(row.config, ZeroConfig())
     words = [f"{name}={value}" for name, value in zero.items() if name.endswith("budget")]
     words += ["overlap_step"] * ("overlap_step" in zero) + ["bf16 moments"] * ("state_dtype" in zero)
     words += ["blocks' inputs on the host"] * (job.keep_last is not None)
     on = row.on
-    return Planned(numel, on("device") + working, on("host") + inputs, row.missing, seconds, {"stage": row.config.stage, **zero}, ", ".join(words))
+    return Planned(numel, on("device") + working, on("host") + inputs, row.missing, {"stage": row.config.stage, **zero}, ", ".join(words))
 
 
 def plan_job(job: Job, rows: Sequence[Row], dry: bool, nvme: Path, host_nbytes: int | None = None) -> Planned:
@@ -148,7 +126,7 @@ def plan_job(job: Job, rows: Sequence[Row], dry: bool, nvme: Path, host_nbytes: 
     assert machine.gpu_nbytes is not None
     here = dataclasses.replace(machine, gpu_nbytes=min(job.cap or machine.gpu_nbytes, machine.gpu_nbytes))
     plans = {"torch": _of_torch, "fsdp2": _of_fsdp2}
-    found = plans[job.system](job, size, here) if job.system in plans else _of_zk(job, size, here, rows, nvme)
+    found = plans[job.system](job, size) if job.system in plans else _of_zk(job, size, here, nvme)
     if job.system in plans:
         needed = {"device": found.device_nbytes, "host": found.host_nbytes}
         found.missing = {tier: nbytes - here.capacity(tier) for tier, nbytes in needed.items() if nbytes > here.capacity(tier)}

@@ -141,9 +141,9 @@ def steps(rows: Sequence[Row]) -> list[str]:
             step = next(iter(of(rows, "step", tokens=tokens, **where)), None)
             reason = outcome["outcome"] if step is None else wrong(rows, plan, step)
             if step is None or reason:
-                table.append((*first, "", reason, *[""] * 9))
+                table.append((*first, "", reason, *[""] * 8))
                 continue
-            seconds, planned = step["median"], plan["seconds"].get(str(tokens))
+            seconds = step["median"]
             tflops = 6 * plan["numel"] * tokens / seconds / 1e12
             ceiling, peer = (sound.get((plan["model"], system, tokens)) for system in ("torch", "fsdp2"))
             share = f"{ceiling / seconds:.3f}" if ceiling else f"{tflops / gemm[-1]['tflops']:.3f} of matrices" if gemm else ""
@@ -158,20 +158,19 @@ def steps(rows: Sequence[Row]) -> list[str]:
                     f"{peer / seconds:.2f}" if peer else "",
                     f"{seconds:.3f}",
                     f"{step['backward_seconds']:.3f}",
-                    f"{planned:.3f}" if planned is not None else "",
                     readable(step["device_nbytes"]),
                     readable(step["reserved_nbytes"]),
                     readable(max(step["rss_nbytes"], outcome["host_nbytes"])),
                     "; ".join(filter(None, notes)),
                 )
             )
-    published = [(model, "", name, f"{rate:,}", f"{6 * numel * rate / 1e12:.0f}", *[""] * 9) for model, name, rate, numel in PUBLISHED]
-    head = ("model", "tokens", "system", "tokens/s", "TFLOP/s at 6N", "of no offload", "x FSDP2", "s/step", "forward, backward", "planned s")
+    published = [(model, "", name, f"{rate:,}", f"{6 * numel * rate / 1e12:.0f}", *[""] * 8) for model, name, rate, numel in PUBLISHED]
+    head = ("model", "tokens", "system", "tokens/s", "TFLOP/s at 6N", "of no offload", "x FSDP2", "s/step", "forward, backward")
     head += ("device", "reserved", "host", "how")
     note = (
         "bf16, every block recomputed in backward, gradients clipped to a norm of 1, random tokens; the median of steps after a warm-up step. N "
         "counts all parameters. Of no offload: plain torch's seconds over these, or where it was not measured the TFLOP/s over those of large "
-        "matrices. Planned: `zk plan` at this run's rates of link and CPU Adam, and plain torch's TFLOP/s (else the floor's). Device: peak of "
+        "matrices. Device: peak of "
         "tensors. Reserved: peak of what torch's allocator took for them. Host: peak of the process, or of the system beyond its start."
     )
     return ["## Training steps", "", note, "", *markdown(head, [*table, *published])]

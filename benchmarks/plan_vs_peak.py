@@ -94,8 +94,8 @@ def measure(number: int, folder: str) -> None:
         model = build(*SIZES[size])
     machine = Machine(gpu_nbytes=None, ram_nbytes=1 << 40, nvme_nbytes=1 << 40)
     state_dtype = options.get("state_dtype", "fp32")
-    plan = Plan(name=size, model=model, machine=machine, state_dtype=state_dtype)
-    found = plan.bytes(zk.ZeroConfig(**options), 0)
+    plan = Plan(name=size, model=model, machine=machine, tokens=0, state_dtype=state_dtype)
+    found = plan.row(zk.ZeroConfig(**options))
     print("RESULT " + json.dumps([found.on("host"), took, found.on("nvme"), file_nbytes]))
 
 

@@ -41,11 +41,10 @@ def agent(folder: Path) -> LaunchConfig:
     """What torchrun starts two ranks with, of which each is forked from a process that has imported torch."""
     processes()  # the agent makes such a context too
     logs = DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL)
-    # as --master-port says it: addresses of earlier attempts stay in the store
+    # as --standalone says it
     place = {
-        "rdzv_backend": "static",
+        "rdzv_backend": "c10d",
         "rdzv_endpoint": f"127.0.0.1:{free_port()}",
-        "rdzv_configs": {"rank": 0},
         "logs_specs": logs,
     }
     return LaunchConfig(

@@ -22,7 +22,7 @@ from tests.programs import Program, rank_of
 from tests.world import free_port
 from zk.tools.cli import app
 from zk.tools.gpt import GPT, GPTConfig, config_of
-from zk.tools.train import Run, draw_picture, read_text, split
+from zk.tools.train import draw_picture, read_text, split
 
 ROOT = Path(__file__).parent.parent
 SIZES = {"--model": "gpt:layers=2,width=32,heads=2", "--context": "32", "--batch": "2"}
@@ -64,7 +64,7 @@ def test_the_line_of_flat_memory_is_inside_its_panel(monkeypatch: pytest.MonkeyP
     figure = pytest.importorskip("matplotlib.figure").Figure
     drawn: list[Any] = []
     monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))
-    draw_picture(Run(0, [(3.0, 0.1, 2**30 + step) for step in range(9)], []), Path("x.png"))
+    draw_picture([(3.0, 0.1, 2**30 + step) for step in range(9)], Path("x.png"))
     bottom, top = drawn[0].axes[2].get_ylim()
     assert all(bottom < y < top < 2 for y in drawn[0].axes[2].lines[0].get_ydata())
 
@@ -81,9 +81,9 @@ def test_it_learns_and_leaves_a_model_and_a_picture(tmp_path: Path) -> None:
     shown = run(*command(tmp_path, "--steps", "40", "--dtype", "fp32"))
     before, after = losses(shown)
     assert after < before - 0.5
-    assert re.search(r"step 40/40  loss \d\.\d{4}  [\d.]+ s/step", shown) and "waits" not in shown
+    assert re.search(r"step 40/40  loss \d\.\d{4}  [\d.]+ s/step  [\d,]+ bytes/s  waits \d+%", shown)
     assert re.search(r"step  1/40  loss \d\.\d{4}\n", shown)  # no rate, as that has compilation
-    assert "sample before training" in shown and "sample after training" in shown
+    assert re.search(r"sample +before training\n  \| ", shown) and "sample       after training" in shown
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
     GPT(GPTConfig(layers=2, width=32, heads=2, context=32)).load_state_dict(weights(tmp_path))
 
@@ -102,9 +102,7 @@ def test_other_places_and_precisions(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shown = here(Path("out"), *options)
-    assert len(losses(shown)) == 2 and ("waits" in shown) == (
-        torch.cuda.is_available() or "." in options
-    )
+    assert len(losses(shown)) == 2
     assert sorted(os.listdir()) == ["out"]
 
 
@@ -152,8 +150,8 @@ def test_a_killed_run_resumes_to_the_last_digit(place: list[str], tmp_path: Path
     again = here(tmp_path / "killed", *options, "--resume", "auto")
     assert re.search(r"resume +after step \d+, from", again)
     assert losses(again)[-1] == losses(whole)[-1] and same(tmp_path / "whole", tmp_path / "killed")
-    sample = [shown.partition("sample before")[2] for shown in (whole, again)]
-    assert sample[0] == sample[1]
+    samples = [re.search(r"(?s)sample +after training.*?saved", shown) for shown in (whole, again)]
+    assert samples[0] and samples[1] and samples[0][0] == samples[1][0]
 
 
 def wait_for(process: Program, out: Path) -> None:
@@ -184,7 +182,7 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
     more = ["--resume", str(tmp_path / "checkpoints"), "--data", str(tmp_path / "text")]
     assert "give the same --data" in here(tmp_path, *more, status=2)
     other = ["--model", "gpt:layers=1,width=32,heads=2", "--resume", "auto"]
-    assert "give --model and --context of the" in here(tmp_path, *other, status=2)
+    assert "not there in this model" in here(tmp_path, *other, status=2)
     assert "has no checkpoint" in here(tmp_path, "--resume", str(tmp_path / "model"), status=2)
     assert "step 6/6" in here(tmp_path / "new", "--resume", "auto")
 

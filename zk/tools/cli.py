@@ -16,16 +16,7 @@ from zk import __version__
 
 
 class Commands(TyperGroup):
-    """Commands whose errors are one line. That of `zk plan` needs torch: it is imported last."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[:1] == ["plan"]:
-            from zk.tools.plan import plan
-
-            alone = typer.Typer(add_completion=False)
-            alone.command("plan", no_args_is_help=True)(plan)
-            self.commands["plan"] = typer.main.get_command(alone)
-        return super().resolve_command(ctx, args)
+    """Commands whose errors are one line."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -110,8 +101,29 @@ def train(
 
 
 @app.command()
-def plan() -> None:
-    """Estimate memory and step time of a model before training."""
+def plan(
+    model: Annotated[str, Argument(help="gpt:10b, llama:8b, config.json, module:factory.")],
+    gpu: Annotated[str | None, Option(help="24GiB, none, or a card (4090, h100).")] = None,
+    ram: Annotated[str | None, Option(help="Memory of a machine (128GiB).")] = None,
+    nvme: Annotated[str | None, Option(help="Room on a machine's drive (1TiB).")] = None,
+    world: Annotated[int, Option(min=1, help="Ranks. Up to 8 share a machine.")] = 1,
+    tokens: Annotated[int, Option(min=1, help="Of a step on each rank.")] = 4096,
+    dtype: Annotated[str, Option(help="bf16, fp16 or fp32.")] = "bf16",
+    state_dtype: Annotated[str, Option(help="AdamW's moments: fp32, bf16, 8bit.")] = "fp32",
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what of a model fits on a machine, before training. Exit code 1: nothing fits."""
+    import json
+
+    from zk.tools.plan import Machine, Plan, model_of, report
+
+    machine = Machine.of(gpu, ram, nvme, world)
+    numbers: dict[str, Any] = {"tokens": tokens, "dtype": dtype, "state_dtype": state_dtype}
+    what = Plan(name=model, model=model_of(model), machine=machine, **numbers)
+    rows, best = what.answer()
+    found = {"tokens": tokens, "best": best.dump(), "rows": [row.dump() for row in rows]}
+    typer.echo(json.dumps(found) if as_json else "\n".join(report(what, rows, best)))
+    raise typer.Exit(bool(best.missing))
 
 
 @app.command()
