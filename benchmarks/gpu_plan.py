@@ -116,8 +116,7 @@ def _of_zk(job: Job, size: Size, machine: Machine, nvme: Path) -> Planned:
     words = [f"{name}={value}" for name, value in zero.items() if name.endswith("budget")]
     words += ["overlap_step"] * ("overlap_step" in zero) + ["bf16 moments"] * ("state_dtype" in zero)
     words += ["blocks' inputs on the host"] * (job.keep_last is not None)
-    on = row.on
-    return Planned(numel, on("device") + working, on("host") + inputs, row.missing, {"stage": row.config.stage, **zero}, ", ".join(words))
+    return Planned(numel, row.used["device"] + working, row.used["host"] + inputs, row.missing, {"stage": row.config.stage, **zero}, ", ".join(words))
 
 
 def plan_job(job: Job, rows: Sequence[Row], dry: bool, nvme: Path, host_nbytes: int | None = None) -> Planned:

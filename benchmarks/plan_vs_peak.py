@@ -96,7 +96,7 @@ def measure(number: int, folder: str) -> None:
     state_dtype = options.get("state_dtype", "fp32")
     plan = Plan(name=size, model=model, machine=machine, tokens=0, state_dtype=state_dtype)
     found = plan.row(zk.ZeroConfig(**options))
-    print("RESULT " + json.dumps([found.on("host"), took, found.on("nvme"), file_nbytes]))
+    print("RESULT " + json.dumps([found.used["host"], took, found.used["nvme"], file_nbytes]))
 
 
 def run(number: int, folder: Path) -> tuple[str, bool]:

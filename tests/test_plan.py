@@ -122,6 +122,7 @@ def test_a_factory_that_makes_no_model_is_named(tmp_path: Path, monkeypatch: pyt
         ("gpt:1b --gpu 4090MiB --ram 1", "a string like '24GiB'; got '1'"),
         ("gpt:1b --gpu 24", "a string like '24GiB'; got '24'"),
         ("gpt:1b --gpu b200", "--gpu must be 24GiB, none or one of 3090, 4090,"),
+        ("gpt:1b --gpu b200", "--gpu must be 24GiB, none or one of 3090, 4090,"),
         ("gpt:1b --ram lots", "--ram must be"),
         ("gpt:1b --state-dtype int3", "state_dtype must be"),
         ("gpt:1b --dtype int8", "dtype must be one of"),

@@ -222,13 +222,10 @@ class Row:
     """One choice of stage and tiers, with the bytes of a rank."""
 
     config: ZeroConfig
-    sizes: Counter[tuple[str, str]]  # (memory, kind) -> bytes
+    sizes: Counter[tuple[str, str]]  # (tier, kind) -> bytes
+    used: Counter[str]  # memory -> bytes
     missing: dict[str, int]  # memory -> bytes too few
     most: int  # tokens of a step for which there is memory
-
-    def on(self, memory: str) -> int:
-        """Bytes in a memory."""
-        return sum(nbytes for (where, _), nbytes in self.sizes.items() if where == memory)
 
     def options(self) -> dict[str, Any]:
         """The options of a ZeroOptimizer, as Python and JSON can write them."""
@@ -236,7 +233,7 @@ class Row:
 
     def dump(self) -> dict[str, Any]:
         """The row as JSON can hold it."""
-        nbytes = {f"{memory}_{kind}_nbytes": n for (memory, kind), n in self.sizes.items()}
+        nbytes = {f"{tier}_{kind}_nbytes": n for (tier, kind), n in self.sizes.items()}
         told = {"config": self.options(), "missing": self.missing, "most_tokens": self.most}
         return {**told, **nbytes}
 
@@ -282,17 +279,14 @@ class Plan:
         spare = {name: self.machine.capacity(name) - used[name] for name in NAMES}
         missing = {name: -nbytes for name, nbytes in spare.items() if nbytes < 0}
         more = spare[self.near] // max(sum(of_token.values()), 1)
-        found = Counter[tuple[str, str]]()
-        for (tier, kind), nbytes in sizes.items():
-            found[self.near if tier == "device" else tier, kind] += nbytes
-        return Row(config, found, missing, self.tokens + more)
+        return Row(config, sizes, used, missing, self.tokens + more)
 
     def budgeted(self, config: ZeroConfig) -> ZeroConfig:
         """The same choice; "auto" tiers get as budgets, in GiB, what nothing else needs."""
         if config.optimizer_tier != "auto":
             return config
         away: dict[str, Any] = {"param_tier": "host", "optimizer_tier": "host", "nvme_path": None}
-        needed = self.row(dataclasses.replace(config, **away)).on("device")
+        needed = self.row(dataclasses.replace(config, **away)).used["device"]
         room = self.machine.capacity("device") - needed, self.machine.capacity("host")
         grain = GIB if room[0] > 4 * GIB else 1 << 20
         device, host = (nbytes // grain * grain for nbytes in room)
@@ -331,7 +325,7 @@ class Plan:
             if most > 0 and memory == self.near:
                 yield f"--tokens {most}"
             if alone:
-                yield self.machine.option(memory, min(row.on(memory) for row in alone))
+                yield self.machine.option(memory, min(row.used[memory] for row in alone))
         fewer = "bf16" if self.dtype == "fp16" else "8bit"
         _, best = dataclasses.replace(self, state_dtype=fewer).answer()
         if not best.missing:
@@ -339,7 +333,7 @@ class Plan:
         drive = dataclasses.replace(self.machine, nvme_nbytes=1 << 60)
         _, best = dataclasses.replace(self, machine=drive).answer()
         if not best.missing:
-            yield self.machine.option("nvme", best.on("nvme"))
+            yield self.machine.option("nvme", best.used["nvme"])
 
 
 def deepspeed_nbytes(plan: Plan, config: ZeroConfig) -> tuple[float, float]:
@@ -391,12 +385,12 @@ def report(plan: Plan, rows: list[Row], best: Row) -> Iterator[str]:
     for row in rows:
         config, star = row.config, "*" * (row is best and not row.missing)
         cells = f"{config.stage}{star:4} {config.param_tier:6} {config.optimizer_tier:9}"
-        cells += "".join(f"{_gib(row.on(name)):>8}" for name in NAMES)
+        cells += "".join(f"{_gib(row.used[name]):>8}" for name in NAMES)
         lacks = ", ".join(f"-{_gib(nbytes)} {NAMES[name]}" for name, nbytes in row.missing.items())
         yield f"{cells} {lacks or f'yes, up to {row.most:,} tokens'}"
     yield from ("", *advice(plan, rows, best))
     gpu, ram = map(_gib, deepspeed_nbytes(plan, best.config))
-    ours = " and ".join(_gib(best.on(name)) for name in ("device", "host"))
+    ours = " and ".join(_gib(best.used[name]) for name in ("device", "host"))
     yield f"\nDeepSpeed's estimator: {gpu} GiB of GPU, {ram} of RAM; zk: {ours}."
-    used = (_gib(best.sizes[plan.near, kind]) for kind in ("activations", "logits"))
+    used = (_gib(best.sizes["device", kind]) for kind in ("activations", "logits"))
     yield "Of zk's, activations take {} GiB and logits {}; these are estimates.".format(*used)
