@@ -321,16 +321,15 @@ def test_a_checkpoint_of_the_plain_trainer_is_gone_on_from(tmp_path: Path) -> No
 def test_rates_go_to_loggers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    monkeypatch.setenv("ZK_METRICS", "all")
     more = {"report_to": ["tensorboard"], "max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
     trainer = made(ZeroTrainer, "vit", tmp_path, more=more, zero={"stage": 2})
     trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
-    assert [line["zk/steps"] for line in lines] == [1.0, 2.0]
-    assert lines[-1]["zk/grad_norm"] == pytest.approx(min(lines[-1]["grad_norm"], 1.0), rel=1e-6)  # clipped
+    assert len(lines) == 2
+    assert trainer.zero.metrics()["grad_norm"] == pytest.approx(min(lines[-1]["grad_norm"], 1.0), rel=1e-6)  # clipped
     events = accumulator.EventAccumulator(str(tmp_path / "events"))
     events.Reload()
-    assert [event.value for event in events.Scalars("train/zk/steps")] == [1.0, 2.0]
+    assert len(events.Scalars("train/zk/step_s")) == 2
     assert {f"train/{name}" for name in lines[-1] if name.startswith("zk/")} <= set(events.Tags()["scalars"])
     assert all(line["zk/step_s"] > 0 for line in lines)
 

@@ -51,8 +51,8 @@ class ZeroTrainerMixin:
             zk's loss scale. ``dtype="fp32"`` with ``bf16=True`` means the Trainer's autocast.
         args, kwargs: the Trainer's.
 
-    Checkpoints hold full weights, and the optimizer in ``zk``; logs hold rates under ``zk/``, or
-    all metrics with ``ZK_METRICS=all``. All ranks call ``save_model``, ``evaluate``, ``predict``.
+    Checkpoints hold full weights, and the optimizer in ``zk``; logs hold rates under ``zk/``.
+    All ranks call ``save_model``, ``evaluate``, ``predict``.
     """
 
     zero: Any = None  # the ZeroOptimizer, once there is one

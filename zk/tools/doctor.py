@@ -71,11 +71,9 @@ def machine() -> Iterator[Finding]:
         yield Finding("machine", f"GPU {index}", f"{card.name}, {size(free)} free", fix)
     said = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
     yield Finding("machine", "cores", f"{said}, {default_threads()} update threads per rank")
-    names = ("avx512", "avx512_bf16", "amx_tile")
-    has = [name for name in names if getattr(torch.cpu, f"_is_{name}_supported", bool)()]
-    said, fast = ", ".join(has) or "no avx512", multiplies_bf16()
+    fast = multiplies_bf16()
     fix = "bf16 is slow on this CPU: use dtype='fp32'" * (not fast and not has_gpu)
-    yield Finding("machine", "CPU", f"{said}; bf16 is {'fast' if fast else 'slow'}", fix)
+    yield Finding("machine", "CPU", f"bf16 is {'fast' if fast else 'slow'}", fix)
     (total, free), whole = host_memory(), psutil.virtual_memory().total
     fix = f"a container allows no more of {size(whole)}" * (total < whole)
     yield Finding("machine", "memory", f"{size(free)} of {size(total)} free", fix)

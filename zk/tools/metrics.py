@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 import weakref
@@ -130,19 +129,9 @@ def peak_nbytes() -> int:
 def loggable(optimizer: Any, rates: Rates) -> dict[str, float]:
     """Numbers for loggers, as ``zk/step_s``: rates, to four digits, and loss scale and skipped steps
     where there are some.
-
-    With ``ZK_METRICS=all`` all of ``optimizer.metrics()``. ValueError for another value of it.
     """
-    wanted = os.environ.get("ZK_METRICS", "")
-    if wanted not in ("", "rates", "all"):
-        raise ValueError(
-            "the environment variable ZK_METRICS must be 'rates' (the default) or 'all', for counters "
-            f"too; got {wanted!r}"
-        )
     scaler = optimizer._scaler
     some = {"loss_scale": scaler.is_active * scaler.scale, "skipped_steps": optimizer.skipped_steps}
     found = {name: value for name, value in some.items() if value}
-    if wanted == "all":
-        found = optimizer.metrics()
     found |= {name: float(f"{value:.4g}") for name, value in rates.take().items()}
     return {f"zk/{name}": value for name, value in found.items()}

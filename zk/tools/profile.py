@@ -72,7 +72,7 @@ class profile(contextlib.ExitStack):  # a verb, as contextlib's are
             self.close()
 
     def _begin(self) -> None:
-        if torch._C._autograd._profiler_enabled():
+        if torch.autograd.profiler._is_profiler_enabled:
             raise RuntimeError("there can be one profile at a time: close the first, or torch's")
         stores = self.optimizer._runtime.stores
         names = {self.optimizer.model: "model"} | {s.unit.module: s.unit.name for s in stores}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import sys
 import textwrap
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
@@ -146,7 +145,7 @@ def described(optimizer: ZeroOptimizer) -> str:
 
 
 class Shown(Addon):
-    """Shows the summary of a new ZeroOptimizer: on stderr, or in the output of a notebook's cell.
+    """Shows the summary of a new ZeroOptimizer on stderr.
 
     Uses of the core: the seam ``attach``.
     """
@@ -159,11 +158,7 @@ class Shown(Addon):
         except Exception:  # a line less to read is no reason to end a run
             log.exception("the summary could not be made")
             return
-        shell = sys.modules.get("IPython")
-        if shell is not None and type(shell.get_ipython()).__name__ == "ZMQInteractiveShell":
-            shell.display.display(shown)
-        else:
-            say(str(shown))
+        say(str(shown))
 
 
 # ---- options as they may be written in Python or JSON --------------------------------------------

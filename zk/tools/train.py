@@ -137,10 +137,10 @@ class Training:
         self.first, self.shown = len(self.history) + 1, time.monotonic()
         self.optimizer.metrics()  # rates begin
 
-    def say(self, text: str, end: str = "\n") -> None:
+    def say(self, text: str) -> None:
         """Print on the first rank."""
         if self.rank == 0:
-            print(text, end=end, flush=True)
+            print(text, flush=True)
 
     def zero_optimizer(self) -> zk.ZeroOptimizer:
         """AdamW that decays matrices alone, in bf16 if the hardware multiplies it fast."""
@@ -193,15 +193,15 @@ class Training:
     @torch.no_grad()
     def evaluate(self, when: str) -> None:
         """Print the loss, on the same held-out batches each time, and a sample. On all ranks."""
-        self.say(f"validation   {when} training ...", end=" ")
         context, device = self.sizes.context, self.device
         batches = (draw(self.valid, self.batch, context, seed) for seed in range(4))
         loss = statistics.fmean(self.model(x.to(device), y.to(device)).item() for x, y in batches)
-        self.say(f"{loss:.4f} nats per byte" + ": try a lower --lr" * math.isnan(loss))
+        remedy = ": try a lower --lr" * math.isnan(loss)
+        self.say(f"validation   {when} training ... {loss:.4f} nats per byte{remedy}")
         prompt = self.valid[: min(64, context)].long()[None].to(device)
         ids = self.model.generate(prompt, self.sample, torch.Generator().manual_seed(0))
         text = bytes(byte for byte in ids[0, prompt.shape[1] :].tolist() if byte < 256)
-        shown = text.decode(errors="replace").replace("\ufffd", "·")
+        shown = text.decode(errors="ignore")
         lines = "".join(c for c in shown if c.isprintable() or c == "\n").splitlines()
         self.say("\n  | ".join([f"sample       {when} training", *lines]))
 
