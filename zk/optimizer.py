@@ -160,7 +160,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._trained: list[UnitStore] = []
         self._runtime = Runtime(model, layout, config.prefetch)
         self._runtime.owner = weakref.ref(self)
-        self._scaler = self._runtime.scaler = LossScaler(config.loss_scale, trained)
+        self._scaler = layout.reducer.scaler = LossScaler(config.loss_scale, trained)
         self._adopt(units)
         self._take_over()
         for attach in seams.attach:
@@ -280,7 +280,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         run = self._seams.chain("around_update", own)
         self.num_steps += 1
         used = [store for store in self._trained if store.grad.is_taken]
-        step = Step(scale, {id(group): options_of(group) for group in self.param_groups})
+        options = {id(group): options_of(group) for group in self.param_groups}
+        step = Step(scale / self._scaler.scale, options)
         # back and forth: buffers of the drive have what was last
         run(used if self.num_steps % 2 else used[::-1], step)
 
@@ -327,16 +328,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; ``set_to_none=False``: make zeros of those that are there."""
         for store in self._trained:
-            params = store.unit.params
-            zeros = [] if set_to_none else [i for i, p in enumerate(params) if p.grad is not None]
-            if zeros:
-                store.wait()
             if store.updating is None:  # an update in flight has taken it
                 store.grad.drop()
-            for param in params:
-                param.grad = None
-            for index in zeros:
-                store.grad.zero(index)
+            for param in store.unit.params:
+                is_zero = param.grad is not None and not set_to_none
+                param.grad = torch.zeros_like(param) if is_zero else None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

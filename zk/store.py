@@ -36,7 +36,7 @@ version_of = attrgetter("_version")
 class Step(NamedTuple):
     """What one step applies to all units."""
 
-    scale: float  # the factor of gradients: clipping
+    scale: float  # the factor of gradients: clipping, and the end of the loss scale
     options: dict[int, dict[str, Any]]  # the param_groups as they were, by their id
 
 
@@ -243,11 +243,12 @@ class UnitStore:
 
     def apply(self, number: int, fields: Fields, step: Step) -> None:
         """Update ``fields`` (a chunk's, or a copy) by the gradient of chunk ``number``."""
-        grad, scale = self.grad.chunks[number].open()["grad"], step.scale / self.grad.scale
+        grad = self.grad.chunks[number].open()["grad"]
         for run, index in self.runs(number):
             part = {name: field[run] for name, field in fields.items()}
-            options, factor = step.options[id(self.groups[index])], scale * self.grad.factors[index]
-            self.rule.update(self.codec, part, grad[run], options, self.steps[index] + 1, factor)
+            options, count = step.options[id(self.groups[index])], self.steps[index] + 1
+            factor = step.scale * self.grad.factors[index]
+            self.rule.update(self.codec, part, grad[run], options, count, factor)
         self.grad.chunks[number].close(changed=False)
 
     def updated(self) -> None:

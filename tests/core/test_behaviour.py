@@ -107,6 +107,21 @@ def test_a_view_of_a_gradient_is_read_and_not_written() -> None:
                 change()
 
 
+def test_what_stands_for_a_gradient_is_not_one_elsewhere_or_later() -> None:
+    model, _ = pair()
+    with zk.ZeroOptimizer(model, adamw(model)) as optimizer:
+        up, down = (block.up.weight for block in model.blocks)
+        for is_later in (False, True):
+            loss_of(model, batch(0)).backward()
+            kept = up.grad
+            if is_later:
+                optimizer.zero_grad()
+            (up if is_later else down).grad = kept
+            with pytest.raises(RuntimeError, match="weight' is gone"):
+                optimizer.step()
+            optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_model_is_copied_and_pickled_as_a_plain_one(stage: int) -> None:
     model, plain = pair()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ ALL = -1  # parameters of a chunk
 
 
 class Gradient:
-    """The values of one unit's gradient, and what is known beside them.
+    """The values of one unit's gradient, and what is known beside them. They have the loss scale.
 
     local      (numel,)  collected on this rank, and not yet reduced
     chunks     (shard,)  reduced: in the unit's dtype, or as an fp32 sum of several
@@ -47,77 +47,80 @@ class Gradient:
         self.is_taken = False
         self.present = [False] * count  # which parameters have one, on any rank
         self.factors = [1.0] * count  # what each is multiplied with when it is used or read
-        self.scale = 1.0  # the loss scale that values have
         # of each chunk: parameter or ALL -> sum of squares of elements, without the factor
         self.squares: list[dict[int, Any]] = [{} for _ in self.chunks]
         self.local: Tensor | None = None
         self.marks: list[Left | None] = [None] * count  # what stands for them in ``param.grad``
         self.added: set[int] = set()  # autograd has put there what is to be added
 
+    @property
+    def scale(self) -> float:
+        return self.layout.reducer.scaler.scale
+
     # ---- collect -> reduce -> take ---------------------------------------------------------------
 
-    def collect(self, scale: float) -> None:
-        """Take what is new in ``param.grad``, under a loss ``scale``; add it in fp32 to what is here.
-
-        What users have removed there, or replaced, is forgotten.
-        """
-        unit, here = self.unit, self.look()
-        if all(grad is None for grad in here):  # (count() would compare tensors)
+    def collect(self) -> None:
+        """Take what is new in ``param.grad``, in the unit's dtype; add it in fp32 to what is here."""
+        self.store.wait()  # an update in flight uses what is here
+        unit, new = self.unit, self.look()
+        if all(grad is None for grad in new):
             return
-        check_dense(unit.names, here)
-        if any(self.present):
-            self.settle()
-        else:
-            self.scale = scale
-        is_sum = self.local is not None or self.scale != scale
+        self.settle()
+        missing = self.scale / self.layout.reducer.loss_scale  # a factor of what users have assigned
+        is_sum = self.local is not None or missing != 1.0
         bucket = empty(unit.numel, torch.float32 if is_sum else unit.dtype, unit.device)
         none = bucket.new_empty(0, dtype=unit.dtype)  # as the others
-        flat = [none if g is None else unit.flat(i, g.detach()) for i, g in enumerate(here)]
+        flat = [none if g is None else unit.flat(i, g.detach()) for i, g in enumerate(new)]
         reference.unchecked("flatten", unit.device)(flat, bucket, unit.regions)
-        if self.scale != scale:
-            bucket.mul_(self.scale / scale)
+        if missing != 1.0:
+            bucket.mul_(missing)
         self.local = bucket if self.local is None else bucket.add_(self.local)
-        self.present = [old or new is not None for old, new in zip(self.present, here, strict=True)]
-        self.leave()
+        self.leave([old or g is not None for old, g in zip(self.present, new, strict=True)])
 
     def look(self) -> list[Tensor | None]:
-        """What is new in ``param.grad``; gradients that are not there any more are forgotten."""
-        here = [param.grad for param in self.unit.params]
-        pairs, added = enumerate(zip(here, self.marks, strict=True)), self.added
-        removed = [i for i, (g, mark) in pairs if g is not mark is not None and i not in added]
+        """What is new in ``param.grad``; what users have removed there, or replaced, is forgotten."""
+        new: list[Tensor | None] = []
+        removed = []
+        for index, (param, mark) in enumerate(zip(self.unit.params, self.marks, strict=True)):
+            grad = param.grad
+            new.append(None if grad is mark else grad)
+            if grad is mark:
+                continue
+            if isinstance(grad, Left):
+                raise grad.gone()
+            if grad is not None and grad.layout is not torch.strided:
+                raise TypeError(
+                    f"the gradient of {self.unit.names[index]!r} is sparse, and zk reduces dense "
+                    "ones: use sparse=False"
+                )
+            if mark is not None and index not in self.added:
+                removed.append(index)
         for index in removed:
             self.present[index], self.marks[index] = False, None
-            self.write(index, torch.zeros(self.unit.shapes[index]))
         if removed and not any(self.present):
             self.drop()
-        return [None if isinstance(grad, Left) else grad for grad in here]
+        for index in removed if self.is_taken or self.local is not None else ():
+            self.write(index, torch.zeros(self.unit.shapes[index]))
+        return new
 
     def settle(self) -> None:
         """Multiply values by the factors that were noted: others are about to be added."""
         for index, factor in [(i, f) for i, f in enumerate(self.factors) if f != 1.0]:
-            if self.local is not None:
-                self.unit.views(self.local)[index].mul_(factor)
-            for number, here, _ in self.parts(index):
-                self.chunks[number].open()["grad"][here].mul_(factor)
-                self.chunks[number].close(changed=True)
+            for piece, _ in self.pieces(index):
+                piece.mul_(factor)
             self.factors[index] = 1.0
 
-    def reduce(self, dtype: torch.dtype | None = None, scale: float | None = None) -> None:
-        """Reduce what is collected over ranks; take this rank's shard.
-
-        Several ranks agree on a ``dtype``, if not the unit's, and on the loss ``scale``.
-        """
-        unit, layout = self.unit, self.layout
+    def reduce(self, dtype: torch.dtype | None) -> None:
+        """Reduce what is collected over ranks, which agree on a ``dtype``; take this rank's shard."""
+        unit, comm, sharers = self.unit, self.layout.comm, self.layout.sharers
         bucket, self.local = self.local, None
         if bucket is None:  # other ranks have some
             bucket = empty(unit.numel, unit.dtype, unit.device).zero_()
-        if layout.comm.size > 1:
+        if comm.size > 1:
             bucket = bucket.to(dtype or unit.dtype)
-        if scale not in (None, self.scale) and not self.is_taken:
-            bucket, self.scale = bucket.mul_(scale / self.scale), scale
-        shard = layout.comm.reduce_scatter(unit.name, bucket)
-        if layout.sharers.size < layout.comm.size:  # stage 0: every rank has all of it
-            shard, work = layout.comm.all_gather(unit.name, shard)
+        shard = comm.reduce_scatter(unit.name, bucket)
+        if sharers.size < comm.size:  # stage 0: every rank has all of it
+            shard, work = comm.all_gather(unit.name, shard)
             work.wait()
         self.take(shard)
 
@@ -154,22 +157,14 @@ class Gradient:
             if index in (None, i)
         )
 
-    # ---- param.grad ------------------------------------------------------------------------------
-
-    def leave(self) -> None:
-        """The gradients have left: put what stands for them into ``param.grad``."""
-        marks = self.marks
-        for index, (param, present) in enumerate(zip(self.unit.params, self.present, strict=True)):
-            if present and marks[index] is None:
-                marks[index] = Left(self, index, object())
+    def leave(self, present: list[bool]) -> None:
+        """The gradients that are ``present`` have left: put what stands for them in ``param.grad``."""
+        marks, self.present = self.marks, present
+        for index, param in enumerate(self.unit.params):
+            if present[index] and marks[index] is None:
+                marks[index] = Left(self, index)
             param.grad = marks[index]
         self.added.clear()
-
-    def agree(self, present: list[bool]) -> None:
-        """Take over which parameters have a gradient on any rank."""
-        if present != self.present:
-            self.present = present
-            self.leave()
 
     # ---- access ----------------------------------------------------------------------------------
 
@@ -197,38 +192,22 @@ class Gradient:
     def write(self, index: int, value: Tensor) -> None:
         """Make ``value`` one parameter's gradient: it is the same on all ranks."""
         self.factors[index] = 1.0
-        value = value.to(self.unit.device).float() * self.scale
-        if self.local is not None:
-            self.unit.views(self.local)[index].copy_(value)
-            value = torch.zeros_like(value)
-        flat = self.unit.flat(index, value)
-        for number, here, there in self.parts(index):
+        flat = self.unit.flat(index, value.to(self.unit.device).float() * self.scale)
+        for piece, there in self.pieces(index):
+            piece.copy_(flat[there])
+        if self.is_taken and self.local is not None:  # the last piece, which the others are added to
+            piece.zero_()
+
+    def pieces(self, index: int) -> Iterator[tuple[Tensor, slice]]:
+        """One parameter's elements on this rank, to be changed; and which of all they are."""
+        for number, here, there in self.store.parts(index) if self.is_taken else ():
             grad = self.chunks[number].open()["grad"]
-            grad[here] = flat[there].to(grad)
+            yield grad[here], there
             self.sum_squares(number, grad)
             self.chunks[number].close(changed=True)
-
-    def parts(self, index: int) -> Iterable[tuple[int, slice, slice]]:
-        """As the store's, of what is on its tier."""
-        return self.store.parts(index) if self.is_taken else ()
-
-    def zero(self, index: int) -> None:
-        """Make one parameter's gradient zeros: a step with them is a step."""
-        self.look()
-        if not any(self.present):
-            self.local = empty(self.unit.numel, self.unit.dtype, self.unit.device).zero_()
-        self.present[index] = True
-        self.write(index, torch.zeros(self.unit.shapes[index]))
-        self.leave()
-
-
-def check_dense(names: Iterable[str], grads: Iterable[Tensor | None]) -> None:
-    """Gradients are dense."""
-    for name, grad in zip(names, grads, strict=True):
-        if grad is not None and grad.layout is not torch.strided:
-            raise TypeError(
-                f"the gradient of {name!r} is sparse, and zk reduces dense ones: use sparse=False"
-            )
+        if self.local is not None:
+            first = self.unit.offsets[index]
+            yield self.local[first : first + self.unit.sizes[index]], slice(None)
 
 
 def in_fp32(values: Tensor) -> Tensor:
@@ -241,11 +220,7 @@ def in_fp32(values: Tensor) -> Tensor:
 # ---- what stands in param.grad --------------------------------------------------------------------
 
 aten = torch.ops.aten
-TIMES = aten.mul_.Tensor, aten.mul_.Scalar, aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar
-OVER = aten.div_.Tensor, aten.div_.Scalar, aten._foreach_div_.Tensor, aten._foreach_div_.Scalar
-POWERS = {**dict.fromkeys(TIMES, 1), **dict.fromkeys(OVER, -1)}  # of the number that is the factor
-SAME = aten.detach.default, aten.alias.default  # views of all
-NORM = 2, None, False  # order, dimensions, keepdim
+TWO_NORM = (), (2.0,)  # what torch.linalg.vector_norm is given, apart from the tensor
 INSTEAD = {  # what to do instead of an operation; for all others:
     None: "change it within 'with zk.gather(params, kind=\"grad\", write=True):', or assign a new "
     "param.grad",
@@ -260,23 +235,21 @@ class Left(Tensor):
         reading it      any operation reads the reduced gradient, a copy (several ranks: a collective)
         its 2-norm      is known from sums that were made when it left
         times a number  is noted, and becomes a factor of the step; so torch's clip_grad_norm_ works
-        zero_()         makes it zeros
+        zero_()         makes it zeros, as if they were assigned
         changing it     in any other way is an error that names ``zk.gather(params, kind="grad")``
         removing it     ``param.grad = None``, zero_grad(): the gradient is dropped, as in torch
         replacing it    ``param.grad = tensor``: that is the gradient instead
 
     It is a tensor of torch's wrapper kind: parameters keep their class, and torch its functions.
+    A view of it is one too, as changes of that would be lost as well.
     """
 
     made_by: weakref.ref[Gradient]  # weak, as the garbage collector does not look into param.grad
     number: int
     part: Tensor | None  # a view's values
-    token: object  # one for all that stand for one gradient
 
     @staticmethod
-    def __new__(
-        cls, gradient: Gradient, number: int, token: object, part: Tensor | None = None
-    ) -> Left:
+    def __new__(cls, gradient: Gradient, number: int, part: Tensor | None = None) -> Left:
         unit, shape = gradient.unit, gradient.unit.shapes[number]
         strides = unit.strides[number]
         if part is not None:
@@ -284,7 +257,7 @@ class Left(Tensor):
         left: Left = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=strides, dtype=unit.dtype, device=unit.device
         )
-        left.made_by, left.number, left.token, left.part = gradient.me, number, token, part
+        left.made_by, left.number, left.part = gradient.me, number, part
         return left
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -294,20 +267,21 @@ class Left(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable or func.namespace == "c10d":
-            return change(func, args, kwargs)
-        left = args[0] if args and isinstance(args[0], Left) else None
-        if left is not None and func in SAME:
-            return left.stand_in(left.part)
-        is_norm = func is aten.linalg_vector_norm.default and not any(kwargs.values())
-        if left is not None and is_norm and (*args[1:], *NORM[len(args) - 1 :]) == NORM:
+        if func._schema.is_mutable or func.namespace == "c10d":  # the first is changed, or ``out``
+            changed = tree_leaves((args[:1], kwargs))
+            lefts = [value for value in changed if isinstance(value, Left)]
+            if lefts:
+                change(func, lefts, args)
+                return args[0] if args[0] is lefts[0] else None
+        left: Any = args[0] if args else None
+        is_norm = func is aten.linalg_vector_norm.default and args[1:] in TWO_NORM and not kwargs
+        if is_norm and left.part is None:
             return left.two_norm()
-        values = read(func, args, kwargs)
-        return values if left is None or not func.is_view else tree_map(left.stand_in, values)
-
-    def stand_in(self, part: Tensor | None) -> Left:
-        """What is read as ``part``, or as all, and refused where it is changed."""
-        return Left(self.gradient, self.number, self.token, part)
+        args, kwargs = tree_map(fetched, (args, kwargs))
+        values = func(*args, **kwargs)
+        if not func.is_view:
+            return values
+        return tree_map(lambda part: Left(left.gradient, left.number, part), values)
 
     @property
     def gradient(self) -> Gradient:
@@ -320,28 +294,24 @@ class Left(Tensor):
     def name(self) -> str:
         return self.gradient.unit.names[self.number]
 
+    def gone(self) -> RuntimeError:
+        return RuntimeError(
+            f"the gradient of {self.name!r} is gone, as step() has used it, or it was removed, "
+            "replaced, or assigned again: call zero_grad() after step() and before the next "
+            "backward(), read param.grad before step(), and clone() what you keep"
+        )
+
     def current(self) -> Gradient:
-        """The gradient that it stands for, of all ranks; RuntimeError if that is gone."""
+        """What it is a part of; RuntimeError if it is gone."""
         gradient = self.gradient
         gradient.store.wait()  # an update in flight uses it
-        mark = gradient.marks[self.number]
-        if mark is None or mark.token is not self.token:
-            raise RuntimeError(
-                f"the gradient of {self.name!r} is gone, as step() has used it, or it was removed or "
-                "replaced: read param.grad before step(), and clone() what you keep"
-            )
-        gradient.meet()
+        if gradient.marks[self.number] is not self:
+            raise self.gone()
         return gradient
 
-    def add_later(self, grad: Tensor) -> Left:
+    def add_later(self, grad: Tensor) -> None:
         """Put what autograd adds into param.grad, alone: it is added where this one is."""
-        gradient = self.gradient
-        if gradient.marks[self.number] is not self:
-            raise RuntimeError(
-                f"backward() after step() without zero_grad(): the gradient of {self.name!r} was "
-                "used "
-                "by step(); call zero_grad() before the next backward()"
-            )
+        gradient = self.current()
         param = gradient.unit.params[self.number]
         if len(param._post_accumulate_grad_hooks) > 1:
             raise RuntimeError(
@@ -351,70 +321,53 @@ class Left(Tensor):
             )
         gradient.added.add(self.number)
         param.grad = grad.clone()
-        return self
-
-    def fetched(self) -> Tensor:
-        """The reduced gradient, or the view of it: a copy in the parameter's dtype."""
-        return self.current().read(self.number) if self.part is None else self.part
 
     def two_norm(self) -> Tensor:
         """Its 2-norm, a scalar."""
         gradient = self.current()
-        if gradient.local is not None or self.part is not None:
-            two_norm: Tensor = torch.linalg.vector_norm(self.fetched())
+        gradient.meet()
+        if gradient.local is not None:
+            two_norm: Tensor = torch.linalg.vector_norm(fetched(self))
             return two_norm
         squares = [float(gradient.sum_of_squares(self.number))]
         norm = math.sqrt(gradient.layout.sharers.total(gradient.unit.name, squares)[0])
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
 
-    def times(self, factor: float) -> None:
-        self.current().factors[self.number] *= factor
-
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Left(shape={tuple(self.shape)}, reads as the reduced gradient)"
 
 
-def change(func: Any, args: Any, kwargs: Any) -> Any:
+def change(func: Any, lefts: list[Left], args: Any) -> None:
     """What autograd adds is added; a number is noted as a factor; all else is refused."""
-    first = args[0]
-    if func is aten.add_.Tensor and in_backward() and isinstance(first, Left):
-        return first.add_later(args[1])
-    lefts = [value for value in written(func, args, kwargs) if isinstance(value, Left)]
-    if not lefts:
-        return read(func, args, kwargs)
-    is_whole = all(left.part is None for left in lefts)
-    if is_whole and func is aten.zero_.default:
-        first.gradient.zero(first.number)
-    elif is_whole and func in POWERS and is_number(args[1]):
-        factor = float(args[1]) ** POWERS[func]
-        for value in tree_leaves(first):
-            value.times(factor) if isinstance(value, Left) else value.mul_(factor)
+    first: Left = lefts[0]
+    operand: Any = args[1] if len(args) > 1 else None
+    is_number = isinstance(operand, (int, float)) or getattr(operand, "ndim", 1) == 0
+    if func is aten._foreach_mul_.Tensor:
+        for value in args[0]:
+            value.mul_(operand)
+    elif first.part is None and func is aten.add_.Tensor and in_backward():
+        first.add_later(operand)
+    elif first.part is None and func is aten.zero_.default:
+        param = first.gradient.unit.params[first.number]
+        if param.grad is not first:
+            raise first.gone()
+        param.grad = torch.zeros(first.shape, dtype=first.dtype, device=first.device)
+    elif first.part is None and func is aten.mul_.Tensor and is_number:
+        first.current().factors[first.number] *= float(operand)
+    elif first.part is None and func is aten.div_.Tensor and is_number:
+        first.current().factors[first.number] /= float(operand)
     else:
         raise RuntimeError(
-            f"the gradient of {lefts[0].name!r} has left param.grad, and {func} in place would "
+            f"the gradient of {first.name!r} has left param.grad, and {func} in place would "
             f"be lost; {INSTEAD.get(func, INSTEAD[None])}"
         )
-    return first if isinstance(first, Tensor) else None
 
 
-def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What an operation writes to; a collective of torch's, to all."""
-    arguments, is_c10d = func._schema.arguments, func.namespace == "c10d"
-    given = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
-    writes = (a.name for a in arguments if is_c10d or (a.alias_info and a.alias_info.is_write))
-    return tree_leaves([given.get(name) for name in writes])
-
-
-def read(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on the values."""
-    args, kwargs = tree_map(
-        lambda value: value.fetched() if isinstance(value, Left) else value, (args, kwargs)
-    )
-    return func(*args, **kwargs)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
+def fetched(value: Any) -> Any:
+    """A reduced gradient, or the view of it, for what stands for it: a copy in its dtype."""
+    if not isinstance(value, Left):
+        return value
+    return value.current().read(value.number) if value.part is None else value.part
 
 
 def in_backward() -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from zk.parallel.comm import Comm
+from zk.precision import LossScaler
 from zk.store import UnitStore
 
 MANY = 1 << 20  # more than there are units
@@ -36,10 +37,9 @@ class Reducer:
         self.order: list[tuple[UnitStore, int]] = []  # and after how many gathers
         self.expected: list[UnitStore] = []  # what the pass before gathered
         self.syncs, self.num_local = True, 0  # passes since the last one that reduced
+        self.scaler = LossScaler(None)
         self.loss_scale = 1.0  # of what is in ``param.grad``
-        # what ranks have agreed on for reductions; None: the unit's own
-        self.dtype: torch.dtype | None = None
-        self.scale: float | None = None
+        self.dtype: torch.dtype | None = None  # of reductions, as ranks agreed; None: the unit's
         self.begin()
 
     def begin(self) -> None:
@@ -57,46 +57,44 @@ class Reducer:
 
     def on_whole(self, store: UnitStore) -> None:
         """All gradients of a unit are there: collect it, and reduce what is due."""
-        store.grad.collect(self.loss_scale)
+        store.grad.collect()
         self.whole_at[store] = len(self.gathers) + len(self.whole_at) / MANY
         if self.syncs and self.comm.size == 1:
             self.reduce(store)
         elif self.syncs:
-            self.reduce_due(lambda other: self.waiting[other] <= 0)
+            self.reduce_due(are_whole=True)
 
     def before_gather(self, store: UnitStore) -> None:
         """A unit is about to be gathered in backward: reduce what is reduced before that."""
         if self.syncs:
-            self.reduce_due(lambda other: True)
+            self.reduce_due(are_whole=False)
         at = len(self.gathers)
         self.gathers.append(store)
         if self.expected[at : at + 1] != [store]:
             del self.order[self.position :]
 
-    @torch.no_grad()
-    def reduce_due(self, is_ready: Callable[[UnitStore], bool]) -> None:
-        while self.position < len(self.order):
-            store, num_gathers = self.order[self.position]
-            if num_gathers > len(self.gathers) or not is_ready(store):
+    def reduce_due(self, are_whole: bool) -> None:
+        """Reduce units whose turn it is; ``are_whole``: as long as these are."""
+        for store, num_gathers in self.order[self.position :]:
+            if num_gathers > len(self.gathers) or (are_whole and self.waiting[store] > 0):
                 return
             self.meet()
-            self.reduce_next()
+            self.reduce_next(store)
 
-    def reduce_next(self) -> None:
-        store, _ = self.order[self.position]
+    def reduce_next(self, store: UnitStore) -> None:
         self.position += 1
-        store.grad.collect(self.loss_scale)
-        self.reduce(store, self.scale)
+        store.grad.collect()
+        self.reduce(store)
 
     @torch.no_grad()
     def collect_rest(self) -> None:
         """Collect what is in ``param.grad``, which has ``loss_scale``."""
         for store in self.waiting:
-            store.grad.collect(self.loss_scale)
+            store.grad.collect()
 
-    def reduce(self, store: UnitStore, scale: float | None = None) -> None:
-        store.wait()
-        store.grad.reduce(self.dtype, scale)
+    @torch.no_grad()
+    def reduce(self, store: UnitStore) -> None:
+        store.grad.reduce(self.dtype)
         for reduced in self.listeners:
             reduced(store)
 
@@ -116,55 +114,52 @@ class Reducer:
         while not is_end:
             self.collect_rest()
             has_rest = any(store.grad.local is not None for store in self.waiting)
-            said = self.exchange([STEP, self.num_local, has_rest])
-            is_end = all(row[0] == STEP for row in said)
-            if any(row[2] for row in said):
+            said = self.exchange(STEP, self.num_local, has_rest)
+            is_end = all(phase == STEP for phase, *_ in said)
+            if any(has_rest for *_, has_rest in said):
                 self.finish(in_order=not is_end)
 
     def meet(self) -> None:
         """BEGIN: ranks in a backward pass that reduces, and those that join it, learn of it."""
         if not self.has_begun:
             self.has_begun = True
-            self.exchange([BEGIN, self.num_local + 1, True])
+            self.exchange(BEGIN, self.num_local + 1, True)
 
-    def exchange(self, mine: list[float]) -> list[list[float]]:
+    def exchange(self, *mine: float) -> list[list[float]]:
         """Tell all ranks phase, number of passes, and if there is something to reduce."""
-        said = self.comm.rows("reductions", [*mine, self.loss_scale])
-        # sums of several passes are in fp32; without a pass the scale is 1.0
+        said = self.comm.rows("reductions", [*mine])
+        # sums of several passes are in fp32
         self.dtype = torch.float32 if max(row[1] for row in said) > 1 else None
-        self.scale = max(row[3] for row in said)
         return said
 
-    @torch.no_grad()
     def finish(self, in_order: bool = True) -> None:
         """END: reduce what is left."""
-        while in_order and self.position < len(self.order):
-            self.reduce_next()
+        for store, _ in self.order[self.position :] if in_order else ():
+            self.reduce_next(store)
         self.collect_rest()
-        if self.comm.size > 1:
-            self.reduce_rest()
-        else:
-            for store in [store for store in self.waiting if store.grad.local is not None]:
-                self.reduce(store)
+        alone = [store for store in self.waiting if store.grad.local is not None]
+        for store in self.rest() if self.comm.size > 1 else alone:
+            self.reduce(store)
         self.num_local = 0
         self.begin()
 
-    def reduce_rest(self) -> None:
-        """Reduce what any rank has; all learn what has a gradient, and the next order."""
+    def rest(self) -> list[UnitStore]:
+        """What any rank has to reduce; all learn what has a gradient, and the next order."""
         absent = math.inf if self.has_begun else -1.0  # of a unit that is not whole; no opinion
         mine: list[float] = []
         for store in self.waiting:
-            late = store.grad.scale if store.grad.local is not None else 0.0
-            mine += [late, self.whole_at.get(store, absent), *store.grad.present]
+            own = self.whole_at.get(store, absent), store.grad.local is not None
+            mine += [*own, *store.grad.present]
         most = map(max, zip(*self.comm.rows("gradients", mine), strict=True))
-        places = []
+        places, found = [], []
         for store in self.waiting:
-            scale, place = next(most), next(most)
-            places.append((place, store))
-            if scale:
-                self.reduce(store, scale)
-            store.grad.agree([bool(next(most)) for _ in store.unit.params])
+            places.append((next(most), store))
+            found += [store] if next(most) else []
+            present = [bool(next(most)) for _ in store.unit.params]
+            if present != store.grad.present:
+                store.grad.leave(present)
         if any(place >= 0 for place, _ in places):  # some rank is in a backward pass
             whole = sorted(places, key=lambda entry: entry[0])
             self.order = [(store, int(place)) for place, store in whole if place < math.inf]
             self.expected = self.gathers
+        return found

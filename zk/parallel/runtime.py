@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from zk.parallel.gradient import Left, in_backward
-from zk.precision import CastInputs, LossScaler
+from zk.precision import CastInputs
 from zk.store import UnitStore
 from zk.unit import Unit
 
@@ -43,7 +43,6 @@ class Runtime:
         # traced: (unit, in backward) -> the unit used after it
         self.following: dict[tuple[UnitStore, bool] | None, UnitStore] = {}
         self.last: tuple[UnitStore, bool] | None = None
-        self.scaler = LossScaler(None)
         self.depth, self.thread = 0, 0  # of calls of the model, and who makes them
         self.ending, self.descending = -1, 0  # the backward whose end is awaited, and its thread
         self.makes_graph = False  # that backward was called with create_graph=True
@@ -286,7 +285,7 @@ class Runtime:
 
     def refuse_backward(self) -> None:
         """RuntimeError for gradients that have a graph, or no loss scale, where that is wrong."""
-        has_scale = self.scaler.scale != 1.0
+        has_scale = self.reducer.scaler.scale != 1.0
         if self.makes_graph and (self.partitions or has_scale):
             raise RuntimeError(
                 "backward(create_graph=True) at stage 3 or with a loss scale: use "
