@@ -50,7 +50,6 @@ def test_a_second_run_is_refused_until_the_first_one_has_ended(forks: str, tmp_p
             with pytest.raises(OSError, match=said):
                 run[1].save_checkpoint(tmp_path, **options)
                 run[1].synchronize()
-        assert run[1].save_checkpoint(tmp_path, on_save_error="warn") is None
         assert there(tmp_path) == ["latest", "step-00000001"]
     finally:
         other.kill()
@@ -118,7 +117,7 @@ def test_a_crash_leaves_what_is_in_nobodys_way(tmp_path: Path) -> None:
     run[1].save_checkpoint(tmp_path)
     assert there(tmp_path) == ["latest", "step-00000001"]
     (folder / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="has lost its manifest"):  # and no older one is taken for it
+    with pytest.raises(CheckpointError, match="has no checkpoint"):  # and no older one is taken for it
         run[1].load_checkpoint(tmp_path)
 
 
@@ -211,11 +210,11 @@ def test_ctrl_c_says_in_one_line_where_to_resume(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
 from tests.core.test_checkpoint import make, train
-from zk.checkpoint import interrupted
+from zk.integrations.huggingface import tell
 run = make("2-host", Path({str(tmp_path)!r}))
 train(*run, 0, 2)
 error = KeyboardInterrupt()
-interrupted.tell(error, run[1], run[1].save_checkpoint({str(tmp_path)!r}))
+tell(error, run[1], run[1].save_checkpoint({str(tmp_path)!r}))
 raise error
 """
     # an interpreter of its own, whose hook of errors is called

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import zk
 from tests.world import run_world
+from zk.checkpoint.contents import cuts_of
 from zk.checkpoint.export import export
-from zk.checkpoint.manifest import cuts_of
 
 pytestmark = pytest.mark.usefixtures("one_thread", "torch_engine")
 LAST, ROWS = torch.channels_last, torch.contiguous_format

@@ -1,4 +1,4 @@
-"""Export of a checkpoint as plain safetensors with the model's own names.
+"""Whole weights with the model's own names: of a checkpoint into safetensors, of a model into memory.
 
 Elements go from file to file: memory does not grow with the model, and neither the model nor its
 class is needed.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +16,11 @@ import torch
 from torch import Tensor
 
 from zk.checkpoint import files, folders
-from zk.checkpoint.contents import Checkpoint
+from zk.checkpoint.contents import Checkpoint, buffers_of, cuts_of
 from zk.checkpoint.files import CheckpointError, Entry, write_durably
+from zk.config import parse_dtype
+from zk.optimizer import ZeroOptimizer
+from zk.parallel.gather import place_of
 from zk.precision import CASTABLE
 
 
@@ -60,7 +64,9 @@ def export(
         shutil.rmtree(beside, ignore_errors=True)  # of an export that was killed
         beside.mkdir(parents=True)
         with files.undone(lambda: shutil.rmtree(beside, ignore_errors=True)):
-            tied = {other: kept for other, kept in found.head["tied"].items() if kept in found.weights}
+            tied = {
+                other: kept for other, kept in found.head["tied"].items() if kept in found.weights
+            }
             for name, shard in made.items():
                 own = {entry.key for entry in shard}
                 metadata = {"format": "pt"} | {o: kept for o, kept in tied.items() if kept in own}
@@ -115,3 +121,44 @@ def shards(entries: list[Entry], shard_nbytes: int) -> dict[str, list[Entry]]:
     of = f"of-{len(shards):05d}.safetensors"
     names = [f"model-{number:05d}-{of}" for number in range(1, len(shards) + 1)]
     return dict(zip(names if len(shards) > 1 else ["model.safetensors"], shards, strict=True))
+
+
+@torch.no_grad()
+def consolidated_state_dict(
+    optimizer: ZeroOptimizer,
+    dtype: str | torch.dtype | None = None,
+    *,
+    rank0_only: bool = False,
+    names: Collection[str] | None = None,
+) -> dict[str, Tensor]:
+    """The whole model in host memory, by the names of ``model.state_dict()``. Call it on all ranks.
+
+    Args:
+        dtype: of the parameters: "fp32" gives the masters, None what each is trained in. Integers,
+            codes and buffers stay as they are.
+        rank0_only: the other ranks take part and get an empty dict, so a machine holds it once.
+        names: of parameters that are wanted; None: all.
+
+    Tied parameters share memory. For large models, save a checkpoint and let ``zk export`` write it.
+    """
+    wanted = parse_dtype(dtype, "dtype") if dtype is not None else None
+    optimizer._settle()
+    is_kept = not rank0_only or optimizer._layout.comm.rank == 0
+    cuts, full, named = cuts_of(optimizer.model), dict[Tensor, Tensor](), dict[str, Tensor]()
+    for name, param in optimizer.model.named_parameters(remove_duplicate=False):
+        cut, place = cuts[name], place_of(param)
+        if place is None or (names is not None and cut.whole not in names):
+            continue
+        if param not in full:
+            store, index = place
+            is_cast = wanted is not None and store.unit.dtype in CASTABLE
+            value = store.read("master" if is_cast and store.unit.is_trained else "param", index)
+            value = value if is_kept else value.new_empty(0)
+            full[param] = value.to("cpu", wanted if is_cast else value.dtype).contiguous()
+        if is_kept and cut.shape == param.shape:
+            named[name] = full[param]
+        elif is_kept:
+            like = torch.empty(cut.shape, dtype=full[param].dtype)
+            named.setdefault(cut.whole, like)[cut.place] = full[param]
+    beside = dict(buffers_of(optimizer, all_names=True)) if is_kept else {}
+    return named | {name: value.to("cpu", copy=True) for name, value in beside.items()}

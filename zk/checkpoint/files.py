@@ -73,23 +73,21 @@ class Written:
     block_nbytes: int = BLOCK_NBYTES
 
     @classmethod
-    def of(cls, path: Path, each: Callable[..., Iterable[str]] = map) -> Written:
-        """State of a file now: all of it is read, in blocks that ``each`` maps to their checksums."""
-        with regular(path).open("rb") as file:
+    def of(cls, path: Path) -> Written:
+        """State of a file now: all of it is read."""
+        with regular(path).open("rb") as file, ThreadPoolExecutor(4, "zk-check") as pool:
             nbytes = os.fstat(file.fileno()).st_size
 
             def crc_of(start: int) -> str:
                 with naming(path):
                     return f"{zlib.crc32(os.pread(file.fileno(), BLOCK_NBYTES, start)):08x}"
 
-            return cls(path.name, nbytes, [*each(crc_of, range(0, nbytes, BLOCK_NBYTES))])
+            return cls(path.name, nbytes, [*pool.map(crc_of, range(0, nbytes, BLOCK_NBYTES))])
 
     def check(self, folder: Path) -> Path:
         """The file, if all of it is what was written."""
         path = folder / self.name
-        with ThreadPoolExecutor(4, "zk-check") as pool:
-            found = Written.of(path, pool.map)
-        if found != self:
+        if (found := Written.of(path)) != self:
             raise CheckpointError(
                 f"{path} is not what was written: {found.nbytes} bytes, where there were {self.nbytes}, "
                 "or others; a copy was cut short, or changed"
@@ -191,11 +189,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def regular(path: Path) -> Path:
-    """The same; CheckpointError for what is not there, or no regular file."""
-    if not path.exists():
-        raise CheckpointError(f"{path} is missing: the checkpoint is not whole")
-    if not path.is_file():  # opening a pipe would wait
-        raise CheckpointError(f"{path} is no regular file")
+    """The same; CheckpointError for what is not there, or no regular file: a pipe would wait."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing, or no regular file: the checkpoint is not whole")
     return path
 
 

@@ -113,11 +113,6 @@ def find(path: Path) -> Path:
         return find(path / name)
     if there := whole(path):
         return there[-1]
-    if any(path.glob("rank-*.safetensors")):
-        raise CheckpointError(
-            f"{path} has lost its {MANIFEST}: copy it there again, or remove the folder to go on from "
-            "the one before it"
-        )
     weights = f"; zk.load_pretrained(model, {str(path)!r}) reads the weights that are there"
     raise CheckpointError(
         f"{path} has no checkpoint: neither {MANIFEST} nor a folder step-* with one"

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zk.checkpoint import folders, manifest, save
-from zk.checkpoint.contents import Checkpoint, Cut, Saved
+from zk.checkpoint import contents, folders, save
+from zk.checkpoint.contents import Checkpoint, Cut, Saved, revived
 from zk.checkpoint.files import CheckpointError
-from zk.checkpoint.manifest import revived
 from zk.logs import require
 from zk.optimizer import ZeroOptimizer
 from zk.store import UnitStore
@@ -55,7 +54,7 @@ def load_checkpoint(
             with optimizer._layout.comm.together(f"reading {checkpoint.path}"):
                 for store, of_unit in itertools.groupby(targets, lambda target: target.store):
                     fill(store, list(of_unit), checkpoint)
-                for name, buffer in manifest.buffers_of(optimizer):
+                for name, buffer in contents.buffers_of(optimizer):
                     buffer.copy_(checkpoint.buffer(name))
             for store in optimizer._runtime.stores:
                 store.is_updated, store.version = True, store.version + 1
@@ -70,7 +69,7 @@ def load_checkpoint(
             if scheduler is not None:
                 scheduler.load_state_dict(revived(head["scheduler"], scheduler.state_dict()))
             for said in checkpoint.ranks[rank : rank + 1]:  # ranks that it lacks stay as they are
-                manifest.restore_random(said["random"], optimizer._layout.device)
+                contents.restore_random(said["random"], optimizer._layout.device)
     return revived(head["extra"])
 
 
@@ -157,27 +156,27 @@ def checked(
 
 def check(optimizer: ZeroOptimizer, checkpoint: Checkpoint, scheduler: Any) -> list[Target]:
     """The checkpoint has all that this optimizer holds; returns its parameters."""
-    need, cuts, targets = checkpoint.need, manifest.cuts_of(optimizer.model), list[Target]()
+    need, cuts, targets = checkpoint.need, contents.cuts_of(optimizer.model), list[Target]()
     for store in optimizer._runtime.stores:
         for index, name in enumerate(store.unit.names):
             cut = cuts[name]
             parts = checkpoint.weights.get(cut.whole, [])
             saved = parts[0].cut.shape if parts else "not there"
             need(saved == cut.shape, f"has {cut.whole!r} as {saved}, and this model as {cut.shape}")
-            about = cut, manifest.order_of(store, index)
+            about = cut, contents.order_of(store, index)
             alike = [part for part in parts if (part.cut, part.order) == about][:1]
             targets.append(Target(store, index, cut, alike or parts, bool(alike)))
             check_states(optimizer, checkpoint, targets[-1])
     more = [*(checkpoint.weights.keys() - {target.cut.whole for target in targets})]
     need(not more, f"has the parameters {more}, which are not there in this model")
     check_groups(optimizer, checkpoint, cuts)
-    buffers = dict(manifest.buffers_of(optimizer))
-    names, own = sorted(checkpoint.buffers), sorted(buffers)
-    need(names == own, f"has the buffers {names}, and this model {own}")
-    for name, buffer in buffers.items():
-        one, other = ((v.dtype, tuple(v.shape)) for v in (checkpoint.buffer(name), buffer))
-        is_alike = one[1] == other[1] and one[0].is_floating_point == other[0].is_floating_point
-        need(is_alike, f"has the buffer {name!r} as {one}, and this model as {other}")
+    buffers = ((name, checkpoint.buffer(name)) for name in checkpoint.buffers)
+    there, here = (
+        {name: (v.is_floating_point(), v.shape) for name, v in pairs}
+        for pairs in (buffers, contents.buffers_of(optimizer))
+    )
+    wrong = [name for name in there | here if there.get(name) != here.get(name)]
+    need(not wrong, f"has other buffers than this model, or of other shapes: {wrong}")
     was, given = checkpoint.head["scheduler_type"], scheduler and type(scheduler).__name__
     need(
         was == given,
@@ -188,25 +187,23 @@ def check(optimizer: ZeroOptimizer, checkpoint: Checkpoint, scheduler: Any) -> l
 
 def check_states(optimizer: ZeroOptimizer, checkpoint: Checkpoint, target: Target) -> None:
     """The states of a parameter are of the optimizer's kind."""
-    kinds, is_trained = manifest.kinds_of(target.store), target.store.unit.is_trained
+    kinds, is_trained = contents.kinds_of(target.store), target.store.unit.is_trained
     for part in target.parts:
         is_known = {*kinds} == {*part.pieces} or "param" in (*kinds, *part.pieces)
         is_begun = is_trained and part.steps > 0
         saved, here = ([*names][1:] or "no state" for names in (part.pieces, kinds))
         checkpoint.need(
             is_known and not (is_begun and target.numbers is None),
-            f"has {saved} of {part.name!r}, and this {manifest.kind_of(optimizer)} keeps {here}: "
+            f"has {saved} of {part.name!r}, and this {contents.kind_of(optimizer)} keeps {here}: "
             "make the same kind with the same options, or take the weights alone (zk export)",
         )
 
 
-def check_groups(
-    optimizer: ZeroOptimizer, checkpoint: Checkpoint, cuts: Mapping[str, Cut]
-) -> None:
+def check_groups(optimizer: ZeroOptimizer, checkpoint: Checkpoint, cuts: Mapping[str, Cut]) -> None:
     """Groups have the same parameters, in any order and tiles."""
     saved_as = {part.name: part.cut for parts in checkpoint.weights.values() for part in parts}
     trained = {cuts[name].whole for store in optimizer._trained for name in store.unit.names}
-    names, groups = manifest.names_of(optimizer.model), checkpoint.head["groups"]
+    names, groups = contents.names_of(optimizer.model), checkpoint.head["groups"]
     here = [{cuts[names[p]].whole for p in group["params"]} for group in optimizer.param_groups]
     saved = [{saved_as[n].whole for n in g["params"] if n in saved_as} for g in groups]
     checkpoint.need(
@@ -238,11 +235,11 @@ def fill(store: UnitStore, targets: list[Target], checkpoint: Checkpoint) -> Non
         return flat
 
     for number, bound in enumerate(store.bounds):
-        with save.fields_of(store, number, changed=True) as fields:
+        with store.open(number) as fields:
             for start in range(bound.start, bound.stop, save.PIECE_NUMEL):
                 stop = min(start + save.PIECE_NUMEL, bound.stop)
                 part = {n: f[start - bound.start : stop - bound.start] for n, f in fields.items()}
-                exact = {kind: values(kind, start, stop) for kind in manifest.kinds_of(store)}
+                exact = {kind: values(kind, start, stop) for kind in contents.kinds_of(store)}
                 if unit.is_trained:
                     store.codec.write(part, exact)
                 else:  # codecs take some dtypes for codes of theirs

@@ -24,13 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zk.addon import Addon
-from zk.checkpoint import folders, manifest
+from zk.checkpoint import contents, folders
 from zk.checkpoint.contents import Piece
 from zk.checkpoint.files import Entry, undone, write_durably, write_file
 from zk.config import is_count
 from zk.logs import rank_log
 from zk.memory import host_memory
-from zk.offload.tiers import Fields
 from zk.optimizer import ZeroOptimizer
 from zk.parallel.comm import Comm
 from zk.store import UnitStore
@@ -47,8 +46,7 @@ def save_checkpoint(
     extra: Any = None,
     keep: int | None = None,
     async_save: bool = False,
-    on_save_error: str = "raise",
-) -> Path | None:
+) -> Path:
     """Save a checkpoint to ``directory/step-NNNNNNNN`` and return that folder. Call it on all ranks.
 
     Parameters, optimizer states, groups, loss scale, counters and random states are in it; gradients
@@ -62,8 +60,6 @@ def save_checkpoint(
         keep: remove all but the newest so many checkpoints, afterwards.
         async_save: return at once, and write in the background the state as it is now.
             ``synchronize()``, ``close()`` and the next save wait for the end.
-        on_save_error: where the drive refuses or has no room: "raise", or "warn" to log it and go on;
-            the result is None then.
 
     Raises:
         OSError: if the drive refuses or has no room, on all ranks. With ``async_save`` a step() after
@@ -71,39 +67,17 @@ def save_checkpoint(
     """
     if keep is not None and not is_count(keep):
         raise ValueError(f"keep must be a number of checkpoints, at least 1, or None; got {keep!r}")
-    if on_save_error not in ("raise", "warn"):
-        raise ValueError(f"on_save_error must be 'raise' or 'warn'; got {on_save_error!r}")
     saver, comm = saver_of(optimizer), optimizer._layout.comm
     saver.synchronized()
     optimizer._settle()
     with comm.together(f"saving into {os.fspath(directory)}"):
         final = Path(directory, f"step-{optimizer.num_steps:08d}")
-        save = Save(optimizer, final, manifest.of_optimizer(optimizer, scheduler, extra), keep)
-    quiet = (OSError,) if on_save_error == "warn" else ()
+        save = Save(optimizer, final, contents.of_optimizer(optimizer, scheduler, extra), keep)
     if async_save:
-        saver.start(save, quiet)
-        return final
-    try:
-        save.run(saver, comm)
-    except quiet as error:
-        warn(error)
-        return None
-    return final
-
-
-def warn(error: BaseException) -> None:
-    rank_log.warning("a checkpoint was not saved: %s", error)
-
-
-@contextlib.contextmanager
-def fields_of(store: UnitStore, number: int, changed: bool) -> Iterator[Fields]:
-    """The fields of chunk ``number``, of a frozen unit too."""
-    if store.unit.is_trained:
-        with store.open(number, changed) as fields:
-            yield fields
+        saver.start(save)
     else:
-        yield store.param.open(store.bounds[number])
-        store.param.close(changed, store.bounds[number])
+        save.run(saver, comm)
+    return final
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,12 +106,14 @@ class Part:
     def values(self) -> Iterator[Tensor]:
         """Each piece; may be a view of the chunk."""
         store, first = self.store, self.store.start + self.store.bounds[self.number].start
-        with fields_of(store, self.number, changed=False) as fields:
+        with store.open(self.number, changed=False) as fields:
             for piece in self.pieces:
                 here = slice(piece.start - first, piece.stop - first)
                 part = {name: field[here] for name, field in fields.items()}
                 # codecs take some dtypes of frozen parameters for codes of theirs
-                value = store.codec.read(part, piece.kind) if store.unit.is_trained else part["param"]
+                value = (
+                    store.codec.read(part, piece.kind) if store.unit.is_trained else part["param"]
+                )
                 yield value.to(store.dtype_of(piece.kind))
 
 
@@ -152,7 +128,7 @@ def parts_of(optimizer: ZeroOptimizer) -> Iterator[Part]:
             pieces = [
                 Piece(unit, kind, at, min(at + PIECE_NUMEL, stop), f"{kind}/{unit}/{at}")
                 for at in range(start, stop, PIECE_NUMEL)
-                for kind in manifest.kinds_of(store)
+                for kind in contents.kinds_of(store)
             ]
             yield from [Part(store, number, pieces)] * bool(pieces)
 
@@ -164,10 +140,10 @@ class Save:
         self, optimizer: ZeroOptimizer, final: Path, head: dict[str, Any], keep: int | None
     ) -> None:
         self.final, self.head, self.keep = final, head, keep
-        self.random = manifest.random_state(optimizer._layout.device)
+        self.random = contents.random_state(optimizer._layout.device)
         self.parts = list(parts_of(optimizer))
         is_first = optimizer._layout.comm.rank == 0
-        self.buffers = dict(manifest.buffers_of(optimizer)) if is_first else {}
+        self.buffers = dict(contents.buffers_of(optimizer)) if is_first else {}
         self.beside = Beside(self.parts)
 
     def run(self, saver: Saver, comm: Comm) -> None:
@@ -277,10 +253,9 @@ class Saver(Addon):
         self.future: Future[None] | None = None  # of the save in the background
         self.beside = Beside()
         self.begun = False  # and not all ranks are known to be done; the same on all of them
-        self.quiet: tuple[type[BaseException], ...] = ()
 
-    def start(self, save: Save, quiet: tuple[type[BaseException], ...]) -> None:
-        """Write ``save`` from now on. ``quiet``: errors that are logged, and not raised."""
+    def start(self, save: Save) -> None:
+        """Write ``save`` from now on."""
         comm = self.layout.comm
         if comm.size > 1 and self.own is None:
             ranks = dist.get_process_group_ranks(comm.group or dist.group.WORLD)
@@ -291,7 +266,7 @@ class Saver(Addon):
             torch.accelerator.synchronize(self.layout.device)
         room = host_memory()[1] // 4
         save.beside.room = min(room, DRIVE_ROOM) if "nvme" in self.layout.tiers else room
-        self.quiet, self.begun, self.beside = quiet, True, save.beside
+        self.begun, self.beside = True, save.beside
         pool = ThreadPoolExecutor(1, "zk-save")  # a program that ends waits for it
         self.future = pool.submit(self.run, save)
         pool.shutdown(wait=False)
@@ -301,7 +276,8 @@ class Saver(Addon):
         try:
             save.run(self, self.own or self.layout.comm)
         except BaseException as error:
-            warn(error)  # the program may end before anybody waits
+            # the program may end before anybody waits
+            rank_log.warning("a checkpoint was not saved: %s", error)
             raise
         finally:
             save.beside.end()
@@ -321,7 +297,7 @@ class Saver(Addon):
         """Wait for the save in progress. Raises what went wrong in it."""
         error = self.future.exception() if self.future is not None else None
         self.future, self.beside = None, Beside()
-        if error is not None and not isinstance(error, self.quiet):
+        if error is not None:
             raise error
 
     def closed(self) -> None:

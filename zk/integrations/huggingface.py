@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import transformers as tf
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
-from zk.checkpoint import interrupted
 from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
 from zk.logs import log, require
 from zk.memory import host_memory
@@ -81,7 +81,9 @@ class ZeroTrainerMixin:
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """At stage 3 the optimizer moves parameters to their tier, and never all to the device."""
-        if self.accelerator.zero.stage != 3 and not any(param.is_meta for param in model.parameters()):
+        if self.accelerator.zero.stage != 3 and not any(
+            param.is_meta for param in model.parameters()
+        ):
             super()._move_model_to_device(model, device)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +102,7 @@ class ZeroTrainerMixin:
             return super().train(*args, **kwargs)
         except KeyboardInterrupt as error:
             if self.zero is not None:
-                interrupted.tell(error, self.zero, self._resume_from)
+                tell(error, self.zero, self._resume_from)
             raise
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -116,7 +118,9 @@ class ZeroTrainerMixin:
             self._rates.restart()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        if self.accelerator.zero.stage == 3 and self.zero is None:  # it moves parameters to their tier
+        if (
+            self.accelerator.zero.stage == 3 and self.zero is None
+        ):  # it moves parameters to their tier
             self.create_optimizer()
         return super().evaluation_loop(*args, **kwargs)
 
@@ -195,3 +199,17 @@ class ZeroTrainer(ZeroTrainerMixin, tf.Trainer):
 
 class ZeroSeq2SeqTrainer(ZeroTrainerMixin, tf.Seq2SeqTrainer):
     """``transformers.Seq2SeqTrainer`` over ZeroOptimizer; ``zero=`` takes its options."""
+
+
+def tell(error: BaseException, optimizer: ZeroOptimizer, resume_from: Any = None) -> None:
+    """After Ctrl-C, print where to resume instead of the traceback of ``error``, if it ends the program."""
+    before, steps = sys.excepthook, optimizer.num_steps + optimizer.skipped_steps
+    where = f"resume from {resume_from}" if resume_from else "there is no checkpoint to resume from"
+
+    def hook(kind: Any, raised: BaseException, trace: Any) -> None:
+        if raised is not error:
+            before(kind, raised, trace)
+        elif optimizer._layout.comm.rank == 0:
+            print(f"\nzk: stopped after step {steps}; {where}", file=sys.stderr)
+
+    sys.excepthook = hook

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zk.addons.promised import device_for, promise
-from zk.checkpoint.contents import Cut
-from zk.checkpoint.manifest import cuts_of
+from zk.checkpoint.contents import Cut, cuts_of
 from zk.logs import log
 from zk.nn.deferred import default_device
 from zk.parallel.comm import Comm
