@@ -83,7 +83,7 @@ def test_devices_that_differ_or_are_not_there_are_refused() -> None:
     net.tokens.cpu()
     with pytest.raises(ValueError, match=r"'tokens.weight' on cpu and 'blocks.0.norm.weight' on cuda:0: .*device="):
         wrap(net)
-    with pytest.raises(ValueError, match="'cuda:7', and torch sees 2 CUDA devices: name one of these"):
+    with pytest.raises(ValueError, match="'cuda:7', and torch sees 2 CUDA devices: name another"):
         wrap(net, device="cuda:7")
     optimizer = wrap(net, device="cuda")
     train(net, optimizer)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zk.checkpoint.files import MANIFEST, CheckpointError, Tensors, Written, regular
+from zk.checkpoint.files import MANIFEST, CheckpointError, Tensors, Written, crc_of, regular
 from zk.optimizer import ZeroOptimizer
 from zk.store import UnitStore
 
@@ -154,11 +154,6 @@ class Checkpoint(contextlib.ExitStack):
             found = values.new_zeros(part.cut.shape) if found is None else found
             found[part.cut.place] = values
         return found  # type: ignore[no-any-return]
-
-
-def crc_of(head: Mapping[str, Any]) -> str:
-    """The CRC-32 of a manifest."""
-    return f"{zlib.crc32(json.dumps(head, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
 # ---- what a manifest says -------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zk.checkpoint import files, folders
+from zk.checkpoint import files
 from zk.checkpoint.contents import Checkpoint, buffers_of, cuts_of
 from zk.checkpoint.files import CheckpointError, Entry, write_durably
 from zk.config import parse_dtype
@@ -55,15 +55,13 @@ def export(
     """
     if (out := out.resolve()).exists():
         raise ValueError(f"{out} exists: name a new folder")
-    with Checkpoint(folders.find(checkpoint)) as found:
+    with Checkpoint(files.find(checkpoint)) as found:
         for written in found.files:
             written.check(found.folder)
         entries = entries_of(found, dtype)
         made, total = shards(entries, shard_nbytes), sum(entry.nbytes for entry in entries)
-        beside = out.with_name(f".{out.name}.partial")
-        shutil.rmtree(beside, ignore_errors=True)  # of an export that was killed
-        beside.mkdir(parents=True)
-        with files.undone(lambda: shutil.rmtree(beside, ignore_errors=True)):
+        out.mkdir(parents=True)
+        with files.undone(lambda: shutil.rmtree(out, ignore_errors=True)):
             tied = {
                 other: kept for other, kept in found.head["tied"].items() if kept in found.weights
             }
@@ -71,7 +69,7 @@ def export(
                 own = {entry.key for entry in shard}
                 metadata = {"format": "pt"} | {o: kept for o, kept in tied.items() if kept in own}
                 values = (value_of(found, entry) for entry in shard)
-                files.write_file(beside / name, shard, values, metadata)
+                files.write_file(out / name, shard, values, metadata)
             places = {entry.key: name for name, shard in made.items() for entry in shard}
             index = {"metadata": {"total_size": total}, "weight_map": places}
             more = {"config.json": found.head["model_config"]}  # of Hugging Face
@@ -79,10 +77,8 @@ def export(
                 more["model.safetensors.index.json"] = json.dumps(index, indent=1)
             for name, text in more.items():
                 if text:
-                    write_durably(beside / name, text.encode())
-            files.sync_folder(beside)
-            beside.rename(out)
-            files.sync_folder(out.parent)
+                    write_durably(out / name, text.encode())
+            files.sync_folder(out)
     return Exported([out / name for name in made], len(entries), total, tied)
 
 

@@ -1,7 +1,12 @@
-"""Safetensors files: written from front to back with checksums, and read by ranges of elements.
+"""Files and folders of checkpoints: each whole or not there, and found again by checksums.
 
-Memory does not grow with a file. The manifest has a CRC-32 of every block, so that a reader finds
-what a drive, a copy or a hand has changed, before it changes anything itself.
+Safetensors files are written from front to back, and read by ranges of elements: memory does not grow
+with them. The manifest has a CRC-32 of every block, so that a reader finds what a drive, a copy or a
+hand has changed, before it changes anything itself.
+
+A checkpoint is written into a hidden folder, and gets its name when all of it is on the drive;
+``latest`` names it after that. Checkpoints are numbered as they are finished, as a run that has gone
+back to an earlier step finishes a lower step later. A process that saves locks the folder.
 
 Format: https://github.com/huggingface/safetensors (8 bytes of length, JSON, data).
 """
@@ -10,11 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import errno
+import fcntl
 import itertools
 import json
 import math
 import os
+import re
+import secrets
+import shutil
+import socket
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +35,10 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from zk.logs import rank_log
 from zk.offload.file import reserve
 
-MANIFEST = "manifest.json"
+MANIFEST, LATEST = "manifest.json", "latest"
 BLOCK_NBYTES = 8 << 20  # of a checksum
 SYNCED_NBYTES = 256 << 20  # that are in the page cache at most, before the drive has them
 PAGE = 4096
@@ -73,21 +85,23 @@ class Written:
     block_nbytes: int = BLOCK_NBYTES
 
     @classmethod
-    def of(cls, path: Path) -> Written:
-        """State of a file now: all of it is read."""
-        with regular(path).open("rb") as file, ThreadPoolExecutor(4, "zk-check") as pool:
+    def of(cls, path: Path, each: Callable[..., Iterable[str]] = map) -> Written:
+        """State of a file now: all of it is read, in blocks that ``each`` maps to their checksums."""
+        with regular(path).open("rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
 
             def crc_of(start: int) -> str:
                 with naming(path):
                     return f"{zlib.crc32(os.pread(file.fileno(), BLOCK_NBYTES, start)):08x}"
 
-            return cls(path.name, nbytes, [*pool.map(crc_of, range(0, nbytes, BLOCK_NBYTES))])
+            return cls(path.name, nbytes, [*each(crc_of, range(0, nbytes, BLOCK_NBYTES))])
 
     def check(self, folder: Path) -> Path:
         """The file, if all of it is what was written."""
         path = folder / self.name
-        if (found := Written.of(path)) != self:
+        with ThreadPoolExecutor(4, "zk-check") as pool:
+            found = Written.of(path, pool.map)
+        if found != self:
             raise CheckpointError(
                 f"{path} is not what was written: {found.nbytes} bytes, where there were {self.nbytes}, "
                 "or others; a copy was cut short, or changed"
@@ -215,3 +229,126 @@ class Tensors:
             self.file.seek(offset + start * entry.dtype.itemsize)
             self.file.readinto(bytes_of(found))  # type: ignore[attr-defined]
         return found
+
+
+# ---- folders --------------------------------------------------------------------------------------
+
+
+def crc_of(head: Mapping[str, Any]) -> str:
+    """The CRC-32 of a manifest."""
+    return f"{zlib.crc32(json.dumps(head, sort_keys=True, separators=(',', ':')).encode()):08x}"
+
+
+def rank_files(rank: int, ranks: int) -> tuple[str, str]:
+    """The names of one rank's tensors, and of what it says of them."""
+    stem = f"rank-{rank:05d}-of-{ranks:05d}"
+    return f"{stem}.safetensors", f"{stem}.json"
+
+
+def begin(final: Path) -> Path:
+    """The hidden folder that a checkpoint is in until it is whole; its folder is locked.
+
+    What saves left there that were killed goes.
+    """
+    root = final.parent
+    root.mkdir(parents=True, exist_ok=True)
+    lock(root)
+    for place, folder in steps_in(root, ".step-*.replaced").items():
+        if not place.exists():  # a crash came between two renames
+            folder.rename(place)
+    for folder in (*root.glob(".step-*.replaced"), *root.glob(".step-*.partial")):
+        shutil.rmtree(folder)
+    beside = final.with_name(f".{final.name}.{secrets.token_hex(4)}.partial")
+    beside.mkdir()
+    return beside
+
+
+def publish(folder: Path, final: Path, head: dict[str, Any], ranks: int, keep: int | None) -> None:
+    """Add the manifest to what ranks have written, and give it its final name."""
+    said = [folder / rank_files(rank, ranks)[1] for rank in range(ranks)]
+    parts = [dataclasses.asdict(Written.of(path)) for path in said]
+    files = [json.loads(path.read_bytes())["written"] for path in said]
+    number = 1 + max(map(number_of, whole(final.parent)), default=0)
+    head = {"finished": number, **head, "parts": parts, "files": files}
+    sealed = json.dumps({**head, "crc32": crc_of(head)}, indent=1)
+    write_durably(folder / MANIFEST, sealed.encode())
+    replaced = final.with_name(f".{final.name}.replaced")  # another one of the same step
+    with contextlib.suppress(FileNotFoundError):
+        final.rename(replaced)
+    folder.rename(final)
+    write_durably(final.parent / LATEST, f"{final.name}\n".encode())
+    shutil.rmtree(replaced, ignore_errors=True)
+    for old in whole(final.parent)[:-keep] if keep else ():
+        if old != final:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def number_of(folder: Path) -> int:
+    """How many checkpoints had been finished in its folder with this one; 0: not known."""
+    with open(folder / MANIFEST, "rb") as file:
+        begins = re.match(rb'\s*{\s*"finished": (\d{1,9}),', file.read(100))  # it may be long
+    return int(begins[1]) if begins else 0
+
+
+def steps_in(root: Path, pattern: str) -> dict[Path, Path]:
+    """The place of a step -> the folder that has it."""
+    return {root / folder.name.strip(".").split(".")[0]: folder for folder in root.glob(pattern)}
+
+
+def whole(root: Path) -> list[Path]:
+    """All whole checkpoints in ``root``, in the order in which they were finished."""
+    found = steps_in(root, ".step-*.replaced") | steps_in(root, "step-*")
+    there = [folder for folder in found.values() if (folder / MANIFEST).exists()]
+    return sorted(there, key=lambda folder: (number_of(folder), folder.name))
+
+
+def named(root: Path) -> str:
+    """Name in ``latest`` of ``root``; empty without one."""
+    with contextlib.suppress(OSError, ValueError):
+        name = regular(root / LATEST).read_text().strip()
+        return name * (name == Path(name).name)
+    return ""
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that ``path`` means: itself, or the newest in it. CheckpointError without one.
+
+    ``latest`` may also name a folder of checkpoints, such as a tag.
+    """
+    if (path / MANIFEST).exists():
+        return path
+    if (name := named(path)) and (path / name).exists():
+        return find(path / name)
+    if there := whole(path):
+        return there[-1]
+    weights = f"; zk.load_pretrained(model, {str(path)!r}) reads the weights that are there"
+    raise CheckpointError(
+        f"{path} has no checkpoint: neither {MANIFEST} nor a folder step-* with one"
+        + weights * any(path.glob("*.safetensors*"))
+    )
+
+
+LOCKS: dict[tuple[int, Path], int] = {}  # by process and folder: descriptors
+
+
+def lock(root: Path) -> None:
+    """Lock a folder until this process ends; OSError, naming the other run, if another process has.
+
+    No forked process has the lock.
+    """
+    own = os.getpid(), root.resolve()
+    if own in LOCKS:
+        return
+    file = LOCKS[own] = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            who = os.read(file, 200).decode(errors="replace").strip()
+            os.close(LOCKS.pop(own))
+            why = f"another run saves into this folder ({who}); give each run its own"
+            raise OSError(error.errno, why, str(root)) from None
+        rank_log.warning("%s cannot be locked (%s): let no other run save there", root, error)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"host {socket.gethostname()}, pid {os.getpid()}, since {now}".encode(), 0)

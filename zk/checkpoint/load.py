@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zk.checkpoint import contents, folders, save
+from zk.checkpoint import contents, files, save
 from zk.checkpoint.contents import Checkpoint, Cut, Saved, revived
 from zk.checkpoint.files import CheckpointError
 from zk.logs import require
@@ -136,7 +136,7 @@ def checked(
     comm, what = optimizer._layout.comm, f"the checkpoint {path}"
     try:
         with comm.together(what):
-            found = folders.find(path) if comm.rank == 0 else path
+            found = files.find(path) if comm.rank == 0 else path
         name = comm.words(what, os.path.relpath(found, path))[0]
         with comm.together(what):  # the first rank's choice, as each rank sees it
             checkpoint = Checkpoint(path / name)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zk.addon import Addon
-from zk.checkpoint import contents, folders
+from zk.checkpoint import contents, files
 from zk.checkpoint.contents import Piece
 from zk.checkpoint.files import Entry, undone, write_durably, write_file
 from zk.config import is_count
@@ -50,8 +50,7 @@ def save_checkpoint(
     """Save a checkpoint to ``directory/step-NNNNNNNN`` and return that folder. Call it on all ranks.
 
     Parameters, optimizer states, groups, loss scale, counters and random states are in it; gradients
-    are not. The folder has its name once it is whole and on the drive; ``directory/latest`` names it
-    after that.
+    are not. The folder has its name once it is whole and on the drive.
 
     Args:
         directory: on a file system that all ranks see; made if need be.
@@ -76,7 +75,7 @@ def save_checkpoint(
     if async_save:
         saver.start(save)
     else:
-        save.run(saver, comm)
+        save.run(comm)
     return final
 
 
@@ -146,19 +145,19 @@ class Save:
         self.buffers = dict(contents.buffers_of(optimizer)) if is_first else {}
         self.beside = Beside(self.parts)
 
-    def run(self, saver: Saver, comm: Comm) -> None:
+    def run(self, comm: Comm) -> None:
         """Write it; raises, on all ranks, if that fails on one of them, and leaves nothing of it."""
         what, beside, final = f"saving {self.final}", self.final, self.final
         with comm.together(what):
             if comm.rank == 0:
-                beside, saver.lock = folders.begin(final)
+                beside = files.begin(final)
         beside = final.with_name(comm.words(what, beside.name)[0])
         with undone(lambda: shutil.rmtree(beside, ignore_errors=True)):
             with comm.together(what):
-                self.write(beside, *folders.rank_files(comm.rank, comm.size))
+                self.write(beside, *files.rank_files(comm.rank, comm.size))
             with comm.together(what):
                 if comm.rank == 0:
-                    folders.publish(beside, final, self.head, comm.size, self.keep)
+                    files.publish(beside, final, self.head, comm.size, self.keep)
 
     def write(self, folder: Path, tensors: str, words: str) -> None:
         """Write this rank's tensors, and what it says of them."""
@@ -244,11 +243,10 @@ def versions_of(store: UnitStore) -> tuple[int, list[int]]:
 
 
 class Saver(Addon):
-    """Saves of one optimizer, one at a time, and the lock of the folder that they go to."""
+    """Saves of one optimizer, one at a time."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self.layout = optimizer._layout
-        self.lock: folders.Lock | None = None
         self.own: Comm | None = None  # collectives of saves in the background
         self.future: Future[None] | None = None  # of the save in the background
         self.beside = Beside()
@@ -274,7 +272,7 @@ class Saver(Addon):
     @torch.no_grad()
     def run(self, save: Save) -> None:
         try:
-            save.run(self, self.own or self.layout.comm)
+            save.run(self.own or self.layout.comm)
         except BaseException as error:
             # the program may end before anybody waits
             rank_log.warning("a checkpoint was not saved: %s", error)
@@ -299,9 +297,6 @@ class Saver(Addon):
         self.future, self.beside = None, Beside()
         if error is not None:
             raise error
-
-    def closed(self) -> None:
-        self.lock = None
 
 
 def saver_of(optimizer: ZeroOptimizer) -> Saver:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zk.checkpoint import folders
+from zk.checkpoint import files
 from zk.checkpoint.files import write_durably
 from zk.config import ZeroConfig
 from zk.logs import log, require
@@ -187,7 +187,7 @@ class Engine(nn.Module):
 
     def load_checkpoint(self, load_dir: Any, tag: Any = None) -> tuple[str | None, Any]:
         """Resume from ``tag``, or the latest; the folder and client_state, or (None, None)."""
-        tag = str(tag or folders.named(Path(load_dir)))
+        tag = str(tag or files.named(Path(load_dir)))
         tag = self.optimizer._layout.comm.words("load_checkpoint()", tag)[0]
         if not tag:
             log.warning("%s has no checkpoint; nothing was loaded", load_dir)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zk.checkpoint import folders
+from zk.checkpoint import files
 from zk.checkpoint.contents import Checkpoint
 from zk.checkpoint.export import entries_of, value_of
 from zk.config import ZeroConfig
@@ -207,7 +207,7 @@ class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         if not path.is_dir():
             return dict(super().load_checkpoint(path, *args, **kwargs))
         checkpoint = dict(super().load_checkpoint(path / _REST, *args, **kwargs))
-        return {**checkpoint, _STEP: folders.find(path / checkpoint[_STEP])}
+        return {**checkpoint, _STEP: files.find(path / checkpoint[_STEP])}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         is_meta = any(param.is_meta for param in self.lightning_module.parameters())

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import zk
-from zk.checkpoint import folders
+from zk.checkpoint import files
 from zk.checkpoint.export import export
 from zk.config import parse_device
 from zk.offload.cpu_adam import default_threads
@@ -163,7 +163,7 @@ class Training:
         """Load the checkpoint to resume; returns what its run has done, or nothing."""
         is_auto = self.resume == "auto"
         found = self.out / "checkpoints" if is_auto else Path(self.resume or "")
-        is_new = is_auto and not folders.named(found) and not folders.whole(found)
+        is_new = is_auto and not files.named(found) and not files.whole(found)
         if self.resume is None or is_new:
             return []
         extra = self.optimizer.load_checkpoint(found, scheduler=self.scheduler)
