@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zk.tools.profile import profile
 
 __version__ = "0.2.0.dev0"
+
 __all__ = [
     "Addon", "CheckpointError", "DynamicLossScale", "TiledLinear", "ZeroConfig", "ZeroOptimizer",
     "add_config_arguments", "deferred_init", "gather", "init_distributed", "initialize",
@@ -47,24 +48,14 @@ _MODULES = {
     "register_methods": "zk.addon",
     "tile_linears": "zk.nn.tiled_linear",
 }
-_OF_DEEPSPEED = {  # names of DeepSpeed that scripts use: what to write instead
-    "DeepSpeedEngine": "zk.integrations.deepspeed.Engine is what zk.initialize returns",
-    "checkpointing": "use torch.utils.checkpoint, and zk.offload_activations()",
-    "comm": "use torch.distributed",
-    "get_accelerator": "use torch.cuda",
-    "init_inference": "zk only trains; write the weights with zk export",
-    "ops": "use torch.optim.AdamW for DeepSpeedCPUAdam and FusedAdam",
-    "zero": "zero.Init is zk.deferred_init, zero.GatheredParameters is zk.gather(params, write=True)",
-}
-
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used; say what to write for others of DeepSpeed."""
+    """Import a public name when it is first used."""
     if name in _MODULES:
         globals()[name] = value = getattr(importlib.import_module(_MODULES[name]), name)
         return value
-    hint = f"; {_OF_DEEPSPEED[name]}" if name in _OF_DEEPSPEED else ""
-    raise AttributeError(f"module 'zk' has no attribute {name!r}{hint}")
+    words = "docs/guides/from_deepspeed.md has what replaces DeepSpeed's names"
+    raise AttributeError(f"module 'zk' has no attribute {name!r}; {words}")
 
 
 def __dir__() -> list[str]:

@@ -142,7 +142,7 @@ class Seams:
             setattr(self, name, tuple(getattr(addon, name) for addon in own))
 
     def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
-        raise AttributeError(f"the core has no seam {name!r}; it has {', '.join(NAMES)}")
+        raise AttributeError(f"the core has no seam {name!r}")
 
     def chain(self, name: str, *given: Any) -> Any:
         """Pass the last of ``given`` through all add-ons; the others are told to each."""
@@ -171,6 +171,8 @@ OPTIONS = {  # option -> "module:class"
 ALWAYS = {  # "module:class" of add-ons that every optimizer has
     "promised": "zk.addons.promised:Promised",
     "checked": "zk.addons.checked:Checked",
+    "handed_over": "zk.addons.handed_over:HandedOver",
+    "module_states": "zk.addons.module_states:ModuleStates",
     "compared": "zk.addons.compared:Compared",
     "partitioned": "zk.addons.partitioned:Partitioned",
     "checksums": "zk.addons.checksums:Checksums",

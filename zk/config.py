@@ -237,37 +237,25 @@ class ZeroConfig:
 
     def _check_together(self) -> None:
         """ValueError for values that exclude each other."""
-        stage, param_tier = self.stage, self.param_tier
-        tiers = param_tier, self.optimizer_tier
-        for is_wrong, message in (
-            (
-                stage < 3 and param_tier in ("host", "nvme"),
-                f"param_tier={param_tier!r} needs stage=3: at stage {stage} parameters stay on the "
-                "device; use stage=3 or param_tier='device'",
-            ),
-            (
-                "nvme" in tiers and not self.nvme_path,
-                "a tier is 'nvme' and nvme_path is not set; give nvme_path=, folders on the drive",
-            ),
-            (
-                bool(self.nvme_path) and not {"nvme", "auto"} & {*tiers},
-                "nvme_path has no effect while no tier is 'nvme' or 'auto'; choose one, or remove it",
-            ),
-            (
-                self.host_budget is not None and {*tiers} == {"device"},
-                "host_budget has no effect while all tiers are 'device'; choose another, or remove it",
-            ),
-            (
-                tiers == ("nvme", "device"),
-                "param_tier='nvme' needs optimizer_tier='host', 'nvme' or 'auto': its parameters are "
-                "updated in host memory",
-            ),
-            (
-                self.keep_dtype is not None and self.dtype is None,
-                "keep_dtype has no effect without dtype=, as nothing is cast; give dtype= or remove it",
-            ),
-        ):
-            require(not is_wrong, message)
+        tiers, is_cast = (self.param_tier, self.optimizer_tier), self.dtype is not None
+        require(
+            self.stage == 3 or self.param_tier in ("device", "auto"),
+            f"param_tier={self.param_tier!r} needs stage=3: at stage {self.stage} parameters stay on "
+            "the device; use stage=3 or param_tier='device'",
+        )
+        words = "a tier is 'nvme' and nvme_path is not set; give nvme_path=, folders on the drive"
+        require("nvme" not in tiers or self.nvme_path, words)
+        words = "has no effect while no tier is 'nvme' or 'auto'; choose one, or remove it"
+        require(not self.nvme_path or {"nvme", "auto"} & {*tiers}, f"nvme_path {words}")
+        words = "has no effect while all tiers are 'device'; choose another, or remove it"
+        require(self.host_budget is None or {*tiers} != {"device"}, f"host_budget {words}")
+        require(
+            tiers != ("nvme", "device"),
+            "param_tier='nvme' needs optimizer_tier='host', 'nvme' or 'auto': its parameters are updated "
+            "in host memory",
+        )
+        words = "has no effect without dtype=, as nothing is cast; give dtype= or remove it"
+        require(self.keep_dtype is None or is_cast, f"keep_dtype {words}")
 
 
 def refuse_unknown(names: set[str], known: list[str]) -> None:

@@ -1,7 +1,4 @@
-"""ZeroOptimizer: a torch optimizer whose states are partitioned over ranks and rest on tiers.
-
-``step`` is the story.
-"""
+"""ZeroOptimizer: partitioned over ranks, resting on tiers. ``step`` is the story."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ from zk.offload.drive import Drive
 from zk.offload.rules import RULES, Codec, Rule, rule_for
 from zk.offload.tiers import Tier, memory_tiers
 from zk.parallel.comm import Comm, connect
-from zk.parallel.gather import hooks_of_states
 from zk.parallel.reducer import Reducer
 from zk.parallel.runtime import RUNTIMES, Runtime
 from zk.placement import Place, Size, choose, on_drive, place_buffers
@@ -77,10 +73,7 @@ class Layout:
         return units
 
     def place(self, units: list[Unit], model: nn.Module, freed: Iterable[Any]) -> None:
-        """Choose the tiers of units; an error for what cannot fit, on all ranks.
-
-        ``freed``: tensors whose memory is given back.
-        """
+        """Choose the tiers of units. ``freed``: tensors whose memory is given back."""
         with self.comm.together("ZeroOptimizer()"):
             sizes = [Size.of(unit, self.codec_of(unit).fields, model) for unit in units]
         places = choose(self.config, sizes, self.comm, self.device, freed)
@@ -153,10 +146,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             units = layout.units(model, dtype_of)
         trained = {unit.dtype for unit in units if unit.is_trained}
         self.model, self.config, self._inners = model, config, inners
-        self.state = Elsewhere()  # type: ignore[assignment]
         self.norm, self.skipped_steps, self.num_steps = 0.0, 0, 0
         self._torn = ""  # why states are not of one step
-        self._refusals: list[Any] = []  # hooks of the user's optimizers
         self._trained: list[UnitStore] = []
         self._runtime = Runtime(model, layout, config.prefetch)
         self._runtime.owner = weakref.ref(self)
@@ -183,19 +174,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise
         self._trained = [store for store in runtime.stores if store.unit.is_trained]
         runtime.attach_model(self.config.dtype)
-        for module in [m for m in self.model.modules() if m._parameters and layout.stage == 3]:
-            runtime.handles[None] += hooks_of_states(module)
 
     def _take_over(self) -> None:
-        """Take the states of the user's optimizers, which refuse from now on what is this one's."""
+        """Take the states of the user's optimizers."""
         begun = states_of_inners(self)
         for inner in self._inners:
             inner.state.clear()
             # schedulers of it look there for a step before theirs
             vars(inner)["_opt_called"] = True
-            for call in ("step", "state_dict", "load_state_dict"):
-                register = getattr(inner, f"register_{call}_pre_hook")
-                self._refusals.append(register(refuse_to(call)))
         for name, hooks in vars(self._inners[0]).items() if len(self._inners) == 1 else ():
             if name.startswith("_optimizer_") and name.endswith("_hooks"):
                 vars(self)[name] = hooks  # those that come later too run around this one
@@ -408,8 +394,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._runtime not in RUNTIMES:
             return
         with contextlib.ExitStack() as stack:
-            for handle in self._refusals:
-                stack.callback(handle.remove)
             for closed in (*self._seams.closed, *(t.close for t in self._layout.tiers.values())):
                 stack.callback(closed)
             stack.callback(self._runtime.detach, None)
@@ -435,24 +419,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
 
 
-ELSEWHERE = (
-    "states of a ZeroOptimizer rest on its tiers: optimizer.state_dict() and load_state_dict() read and "
-    "write them, and zk.gather(param, kind='exp_avg', write=True)"
-)
-
-
-class Elsewhere(dict[Any, Any]):
-    """``optimizer.state``: empty, as states rest on tiers. It says where they are."""
-
-    def __missing__(self, key: Any) -> Any:
-        raise KeyError(ELSEWHERE)
-
-    def refuse(self, *_: Any) -> None:
-        raise TypeError(ELSEWHERE)
-
-    __setitem__ = __delitem__ = update = setdefault = pop = clear = refuse  # type: ignore[assignment]
-
-
 def check_types(model: Any, optimizer: Any, config: Any) -> list[torch.optim.Optimizer]:
     """The optimizers, after a check that all is what it is called."""
     require(
@@ -472,19 +438,6 @@ def check_types(model: Any, optimizer: Any, config: Any) -> list[torch.optim.Opt
         words = f"optimizer must be a torch.optim.Optimizer, or several; got {type(one).__name__}"
         require(isinstance(one, torch.optim.Optimizer), words, TypeError)
     return optimizers
-
-
-def refuse_to(call: str) -> Callable[..., None]:
-    """A hook of an optimizer that was given to a ZeroOptimizer."""
-
-    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not isinstance(optimizer, ZeroOptimizer):
-            raise RuntimeError(
-                f"this {type(optimizer).__name__} was given to a ZeroOptimizer, which has its states: "
-                f"call {call}() of that one, or close() it first"
-            )
-
-    return refuse
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -295,11 +295,6 @@ class UnitStore:
         states.close(changed)
         self.param.close(changed, bound)
 
-    def opened(self, changed: bool = True) -> Iterator[tuple[int, slice, Fields]]:
-        for number, bound in enumerate(self.bounds):
-            with self.open(number, changed) as fields:
-                yield number, bound, fields
-
     def within(self, number: int) -> Iterator[tuple[int, slice, slice]]:
         """Parameters with elements in chunk ``number``, as ``Unit.within`` yields them."""
         bound = self.bounds[number]

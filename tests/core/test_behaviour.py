@@ -372,8 +372,9 @@ def test_a_field_of_an_add_on_is_gathered_by_its_name() -> None:
             return type(codec)({**codec.fields, "average": torch.float32}) if unit.is_trained else codec
 
         def updated(self, store: Any) -> None:
-            for _, _, fields in store.opened():
-                fields["average"].lerp_(store.codec.read(fields, "master"), 0.5)
+            for number in range(len(store.bounds)):
+                with store.open(number) as fields:
+                    fields["average"].lerp_(store.codec.read(fields, "master"), 0.5)
 
     model, _ = pair()
     with zk.ZeroOptimizer(model, adamw(model), stage=3, addons=[Average()]) as optimizer:

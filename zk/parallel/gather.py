@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zk.parallel.runtime import RUNTIMES, Hook
+from zk.parallel.runtime import RUNTIMES
 from zk.store import UnitStore
 
 Place = tuple[UnitStore, int]
@@ -92,26 +91,3 @@ def gathered_states(
         store.write(kind, index, value)
     for store in dict.fromkeys(store for store, _ in places.values() if write):
         store.publish()
-
-
-def hooks_of_states(module: nn.Module) -> list[Any]:
-    """Make ``state_dict()`` and ``load_state_dict()`` of a module whole: collectives at stage 3."""
-    loading = contextlib.ExitStack()
-
-    def read(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        for name, param in module._parameters.items():
-            store, index = place_of(param) or (None, 0)
-            if store is not None and store.full is None and prefix + name in state:
-                state[prefix + name] = store.read("param", index).cpu()
-
-    def begin(*_: Any) -> None:
-        loading.enter_context(gather([*module._parameters.values()], write=True))
-
-    def end(*_: Any) -> None:
-        loading.close()
-
-    return [
-        module.register_state_dict_post_hook(Hook(read)),
-        module.register_load_state_dict_pre_hook(Hook(begin)),
-        module.register_load_state_dict_post_hook(Hook(end)),
-    ]
