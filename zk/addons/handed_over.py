@@ -17,9 +17,12 @@ from zk.optimizer import ZeroOptimizer
 class HandedOver(Addon):
     """The user's optimizers refuse to step, and ``optimizer.state`` says where states are."""
 
+    def __init__(self) -> None:
+        self.handles: list[Any] = []
+
     def attach(self, optimizer: ZeroOptimizer) -> None:
         optimizer.state = Elsewhere()  # type: ignore[assignment]
-        self.handles = [
+        self.handles += [
             getattr(inner, f"register_{call}_pre_hook")(refuse_to(call))
             for inner in optimizer._inners
             for call in ("step", "state_dict", "load_state_dict")
