@@ -277,11 +277,10 @@ def test_the_engine_is_the_model_where_it_is_nothing_of_its_own() -> None:
     engine.optimizer.close()
 
 
-def test_names_of_deepspeed_say_what_to_write() -> None:
+def test_names_of_deepspeed_say_where_to_look() -> None:
     assert "initialize" in dir(zk)
-    for name, words in (("zero", "zero.Init is zk.deferred_init"), ("comm", "torch.distributed")):
-        with pytest.raises(AttributeError, match=words):
-            getattr(zk, name)
+    with pytest.raises(AttributeError, match=r"from_deepspeed\.md"):
+        _ = zk.zero
 
 
 def run_two_ranks(stage: int, root: str) -> list[Any]:

@@ -16,8 +16,8 @@ import zk
 from tests.core.test_checkpoint import SETTINGS, Made, differ, make, train
 from tests.models import GPT
 from tests.world import run_world
-from zk.checkpoint import CheckpointError
 from zk.checkpoint.export import export
+from zk.checkpoint.files import CheckpointError
 from zk.tools.cli import app
 
 pytestmark = pytest.mark.usefixtures("one_thread")

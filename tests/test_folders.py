@@ -16,8 +16,9 @@ import pytest
 from tests.core.test_checkpoint import differ, make, snapshot, there, train
 from tests.programs import Program, rank_of
 from tests.world import free_port
-from zk.checkpoint import CheckpointError, files
+from zk.checkpoint import files
 from zk.checkpoint.export import export
+from zk.checkpoint.files import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,7 +46,7 @@ def test_a_second_run_is_refused_until_the_first_one_has_ended(forks: str, tmp_p
         assert other.stdout.readline() == "saved\n"
         run = make("2-host", tmp_path)
         train(*run, 0, 2)
-        said = rf"another run saves into this folder \(host {os.uname().nodename}, pid {other.pid}, since 20..-..-..T.*\).*{tmp_path}"
+        said = rf"another run saves into this folder \(host {os.uname().nodename}, pid {other.pid}\).*{tmp_path}"
         for options in ({}, {"async_save": True}):
             with pytest.raises(OSError, match=said):
                 run[1].save_checkpoint(tmp_path, **options)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zk.checkpoint.files import MANIFEST, CheckpointError, Tensors, Written, crc_of, regular
+from zk.logs import require
 from zk.optimizer import ZeroOptimizer
 from zk.store import UnitStore
 
@@ -109,8 +110,7 @@ class Checkpoint(contextlib.ExitStack):
 
     def need(self, holds: bool, what: str) -> None:
         """CheckpointError that says ``what`` of it unless it ``holds``."""
-        if not holds:
-            raise CheckpointError(f"{self.path} {what}")
+        require(holds, f"{self.path} {what}", CheckpointError)
 
     def open(self, name: str) -> Tensors:
         return Tensors(self.enter_context(regular(self.folder / name).open("rb")))
@@ -156,9 +156,6 @@ class Checkpoint(contextlib.ExitStack):
         return found  # type: ignore[no-any-return]
 
 
-# ---- what a manifest says -------------------------------------------------------------------------
-
-
 def cuts_of(model: nn.Module) -> dict[str, Cut]:
     """All parameters by name; modules say in ``pieces()`` what theirs are cut from."""
     named = model.named_parameters(remove_duplicate=False)
@@ -172,14 +169,15 @@ def cuts_of(model: nn.Module) -> dict[str, Cut]:
 
 def of_optimizer(optimizer: ZeroOptimizer, scheduler: Any, extra: Any) -> dict[str, Any]:
     """What a manifest says, the same on all ranks."""
-    model, cuts, names = optimizer.model, cuts_of(optimizer.model), names_of(optimizer.model)
+    model, cuts = optimizer.model, cuts_of(optimizer.model)
+    names = {param: name for name, param in model.named_parameters()}
     groups = [g | {"params": [names[p] for p in g["params"]]} for g in optimizer.param_groups]
     everywhere = model.named_parameters(remove_duplicate=False)
     held = [(name, names[p]) for name, p in everywhere if p in optimizer._runtime.store_of]
     config = getattr(getattr(model, "config", None), "to_json_string", None)  # of Hugging Face
     return {
         **FORMAT,
-        "optimizer": kind_of(optimizer),
+        "optimizer": " and ".join(type(inner).__name__ for inner in optimizer._inners),
         "world": optimizer._layout.comm.size,
         "counters": {"steps": optimizer.num_steps, "skipped_steps": optimizer.skipped_steps},
         "loss_scale": optimizer._scaler.state_dict(),
@@ -223,16 +221,6 @@ def order_of(store: UnitStore, index: int) -> tuple[int, ...]:
     """A parameter's dimensions from the slowest to the fastest in memory; of no elements: none."""
     strides = store.unit.strides[index] * bool(store.unit.sizes[index])
     return tuple(sorted(range(len(strides)), key=strides.__getitem__, reverse=True))
-
-
-def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
-    """The names that units have of parameters."""
-    return {param: name for name, param in model.named_parameters()}
-
-
-def kind_of(optimizer: ZeroOptimizer) -> str:
-    """The classes of the user's optimizers."""
-    return " and ".join(type(inner).__name__ for inner in optimizer._inners)
 
 
 def buffers_of(optimizer: ZeroOptimizer, all_names: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -287,12 +275,10 @@ def revived(value: Any, here: Any = None) -> Any:
 def random_state(device: torch.device) -> dict[str, Any]:
     """The generators of this process, and of the GPU that its model computes on."""
     states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
-    found: dict[str, Any] = {"torch": packed(torch.get_rng_state()), "cuda": None}
     for name, (kind, keys, *rest) in states.items():
-        found[name] = [kind, packed(np.array(keys, np.uint32)), *rest]
-    if device.type == "cuda":
-        found["cuda"] = packed(torch.cuda.get_rng_state(device))
-    return found
+        states[name] = [kind, packed(np.array(keys, np.uint32)), *rest]
+    cuda = packed(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
+    return states | {"torch": packed(torch.get_rng_state()), "cuda": cuda}
 
 
 def restore_random(state: Mapping[str, Any], device: torch.device) -> None:

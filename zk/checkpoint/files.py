@@ -1,12 +1,11 @@
 """Files and folders of checkpoints: each whole or not there, and found again by checksums.
 
-Safetensors files are written from front to back, and read by ranges of elements: memory does not grow
-with them. The manifest has a CRC-32 of every block, so that a reader finds what a drive, a copy or a
-hand has changed, before it changes anything itself.
+Safetensors files are written from front to back, and read by ranges of elements. The manifest has a
+CRC-32 of every block: a reader finds what a drive, a copy or a hand has changed.
 
-A checkpoint is written into a hidden folder, and gets its name when all of it is on the drive;
-``latest`` names it after that. Checkpoints are numbered as they are finished, as a run that has gone
-back to an earlier step finishes a lower step later. A process that saves locks the folder.
+A checkpoint is written into a hidden folder, and gets its name when all of it is on the drive; then
+``latest`` names it. They are numbered as they are finished: a run that has gone back to an earlier
+step finishes a lower step later. A process that saves locks the folder.
 
 Format: https://github.com/huggingface/safetensors (8 bytes of length, JSON, data).
 """
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import errno
 import fcntl
 import itertools
@@ -311,21 +309,15 @@ def named(root: Path) -> str:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that ``path`` means: itself, or the newest in it. CheckpointError without one.
-
-    ``latest`` may also name a folder of checkpoints, such as a tag.
-    """
+    """The checkpoint that ``path`` means: itself, or the newest in it, or in what ``latest`` names."""
     if (path / MANIFEST).exists():
         return path
     if (name := named(path)) and (path / name).exists():
         return find(path / name)
     if there := whole(path):
         return there[-1]
-    weights = f"; zk.load_pretrained(model, {str(path)!r}) reads the weights that are there"
-    raise CheckpointError(
-        f"{path} has no checkpoint: neither {MANIFEST} nor a folder step-* with one"
-        + weights * any(path.glob("*.safetensors*"))
-    )
+    words = f"neither {MANIFEST} nor a folder step-* with one (zk.load_pretrained reads weights)"
+    raise CheckpointError(f"{path} has no checkpoint: {words}")
 
 
 LOCKS: dict[tuple[int, Path], int] = {}  # by process and folder: descriptors
@@ -349,6 +341,5 @@ def lock(root: Path) -> None:
             why = f"another run saves into this folder ({who}); give each run its own"
             raise OSError(error.errno, why, str(root)) from None
         rank_log.warning("%s cannot be locked (%s): let no other run save there", root, error)
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     os.ftruncate(file, 0)
-    os.pwrite(file, f"host {socket.gethostname()}, pid {os.getpid()}, since {now}".encode(), 0)
+    os.pwrite(file, f"host {socket.gethostname()}, pid {os.getpid()}".encode(), 0)

@@ -1,7 +1,7 @@
 """Loading of a checkpoint of any number of ranks, stage, tier and dtype.
 
-Nothing is changed if anything in it is wrong. Every rank reads the elements that it holds, by ranges,
-into its chunks, one after the other: memory does not grow with the model.
+Nothing is changed if anything in it is wrong. Every rank reads the elements that it holds, chunk by
+chunk: memory does not grow with the model.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def check_states(optimizer: ZeroOptimizer, checkpoint: Checkpoint, target: Targe
         saved, here = ([*names][1:] or "no state" for names in (part.pieces, kinds))
         checkpoint.need(
             is_known and not (is_begun and target.numbers is None),
-            f"has {saved} of {part.name!r}, and this {contents.kind_of(optimizer)} keeps {here}: "
+            f"has {saved} of {part.name!r}, and this optimizer keeps {here}: "
             "make the same kind with the same options, or take the weights alone (zk export)",
         )
 
@@ -203,7 +203,8 @@ def check_groups(optimizer: ZeroOptimizer, checkpoint: Checkpoint, cuts: Mapping
     """Groups have the same parameters, in any order and tiles."""
     saved_as = {part.name: part.cut for parts in checkpoint.weights.values() for part in parts}
     trained = {cuts[name].whole for store in optimizer._trained for name in store.unit.names}
-    names, groups = contents.names_of(optimizer.model), checkpoint.head["groups"]
+    groups = checkpoint.head["groups"]
+    names = {param: name for name, param in optimizer.model.named_parameters()}
     here = [{cuts[names[p]].whole for p in group["params"]} for group in optimizer.param_groups]
     saved = [{saved_as[n].whole for n in g["params"] if n in saved_as} for g in groups]
     checkpoint.need(

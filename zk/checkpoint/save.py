@@ -1,4 +1,4 @@
-"""Saving between two steps: what any number of ranks, stage and tier loads, whole or not there.
+"""Saving between two steps, whole or not at all, for any number of ranks, stage and tier.
 
 Every rank writes the elements that it updates into one safetensors file, chunk by chunk: memory does
 not grow with the model. A save may go on in the background: an update that comes to a chunk which is
@@ -61,8 +61,8 @@ def save_checkpoint(
             ``synchronize()``, ``close()`` and the next save wait for the end.
 
     Raises:
-        OSError: if the drive refuses or has no room, on all ranks. With ``async_save`` a step() after
-            the failure raises it, before it changes anything. Earlier checkpoints stay whole.
+        OSError: if the drive refuses or has no room, on all ranks; with ``async_save`` in a later step,
+            before it changes anything. Earlier checkpoints stay whole.
     """
     if keep is not None and not is_count(keep):
         raise ValueError(f"keep must be a number of checkpoints, at least 1, or None; got {keep!r}")
@@ -98,8 +98,7 @@ class Part:
 
     def fetch(self) -> None:
         """Start to bring it to memory."""
-        self.store.param.fetch()
-        for chunk in self.store.states[self.number : self.number + 1]:
+        for chunk in (self.store.param, self.store.states[self.number]):
             chunk.fetch()
 
     def values(self) -> Iterator[Tensor]:
@@ -109,10 +108,8 @@ class Part:
             for piece in self.pieces:
                 here = slice(piece.start - first, piece.stop - first)
                 part = {name: field[here] for name, field in fields.items()}
-                # codecs take some dtypes of frozen parameters for codes of theirs
-                value = (
-                    store.codec.read(part, piece.kind) if store.unit.is_trained else part["param"]
-                )
+                is_param = piece.kind == "param"  # of which codecs may take some dtypes for codes
+                value = part["param"] if is_param else store.codec.read(part, piece.kind)
                 yield value.to(store.dtype_of(piece.kind))
 
 
