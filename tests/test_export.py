@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import zk
 from tests.core.test_checkpoint import SETTINGS, Made, differ, make, train
 from tests.models import GPT
 from tests.world import run_world
+from zk.checkpoint import export as exporting
 from zk.checkpoint.export import export
 from zk.checkpoint.files import CheckpointError
 from zk.tools.cli import app
@@ -116,6 +118,14 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=file.name):
         export(tmp_path / "saved", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "used"]
+
+
+def test_an_export_that_is_cut_short_has_no_name(tmp_path: Path) -> None:
+    saved("3-host", tmp_path)
+    with mock.patch.object(exporting, "value_of", side_effect=[torch.zeros(1), KeyboardInterrupt]), pytest.raises(KeyboardInterrupt):
+        export(tmp_path / "saved", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert load_file(export(tmp_path / "saved", tmp_path / "out").files[0])
 
 
 def test_the_command_says_what_it_wrote(tmp_path: Path) -> None:

@@ -59,12 +59,17 @@ def test_a_second_run_is_refused_until_the_first_one_has_ended(forks: str, tmp_p
     assert there(tmp_path) == ["latest", "step-00000001", "step-00000002"]
 
 
-def test_optimizers_of_one_process_may_save_into_one_folder(tmp_path: Path) -> None:
+def test_optimizers_of_one_process_may_save_into_one_folder_and_let_go_of_it(tmp_path: Path) -> None:
     runs = [make("2-host", tmp_path) for _ in range(2)]
     for run in runs:
         run[1].save_checkpoint(tmp_path)
     other = Program("-c", SAVES, str(tmp_path), "alone")
     assert "another run saves" in other.communicate()[1]
+    for run in runs:
+        run[1].close()
+    other = Program("-c", SAVES, str(tmp_path), "alone")
+    assert other.stdout.readline() == "saved\n"
+    other.kill()
 
 
 def test_the_newest_is_what_was_finished_last(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def error_of(call: Any, *arguments: Any, **options: Any) -> tuple[str, float]:
 def gives_up(_: None) -> list[tuple[str, float]]:
     """The second rank's optimizer is refused, twice, for what only that rank sees: before ranks meet there, and after."""
     rank = dist.get_rank()
-    found = [error_of(made, units=["nothing of that name"] if rank else None)]
+    found = [error_of(made, device_budget=1 if rank else None)]
     model = GPT()
     if rank:
         model.extra = torch.nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False)

@@ -1,4 +1,4 @@
-"""Ceilings on what a reader has to know, by room. A ceiling may fall with the code; none rises."""
+"""Ceilings on what a reader has to know, by room. None rises."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# Room: lines, tokens of code. Where the design asks for less, that stands behind: the first number may only fall.
-CEILINGS = {
-    "core": (5_225, 37_250),  # zk/*.py, parallel, offload but for the CPU update: 4,500 and 32,000
+CEILINGS = {  # room: lines, tokens of code
+    "core": (4_500, 32_000),  # zk/*.py, parallel, offload but for the CPU update
     "kernels": (1_700, 14_000),  # and the CPU update
     "addons": (2_200, 16_000),
     "nn": (1_000, 7_500),
-    "checkpoint": (1_492, 11_170),  # 1,350 and 10,500
+    "checkpoint": (1_350, 10_500),
     "integrations": (1_000, 7_000),
     "tools": (1_600, 12_500),
 }
@@ -69,5 +68,5 @@ def test_ifs_and_widths() -> None:
     texts = [path.read_text() for path in (ROOT / "zk").rglob("*.py")]
     lines = [line for text in texts for line in text.splitlines() if line.strip()]
     ifs = sum(isinstance(node, (ast.If, ast.IfExp)) for text in texts for node in ast.walk(ast.parse(text)))
-    assert ifs <= 0.0705 * sum(text.count("\n") for text in texts), f"{ifs} ifs, more than 7 in 100 lines: {REMEDY}"
+    assert ifs <= 0.07 * sum(text.count("\n") for text in texts), f"{ifs} ifs, more than 7 in 100 lines: {REMEDY}"
     assert sorted(map(len, lines))[int(0.95 * len(lines))] <= 100, "more than a twentieth of the lines is wider than 100 characters"

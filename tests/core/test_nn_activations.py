@@ -136,9 +136,9 @@ def test_quick_where_device_memory_is_host_memory_it_does_nothing() -> None:
         layer(x).sum().backward()
     assert offload.num_offloaded == 0 and layer.weight.grad is not None
     for options, error, message in (
-        ({"min_nbytes": -1}, ValueError, "min_nbytes must be more than zero bytes; got -1"),
+        ({"min_nbytes": -1}, ValueError, "min_nbytes must be a number of bytes above 0.*got -1"),
         ({"min_nbytes": 1.5}, TypeError, "min_nbytes must be a number of bytes"),
-        ({"keep_last": "many"}, ValueError, "keep_last must be a number of bytes or a string"),
+        ({"keep_last": "many"}, ValueError, "keep_last must be a number of bytes above 0, or a string"),
         ({"device": "nowhere"}, ValueError, "device must be 'cpu', 'cuda' or 'cuda:N'; got 'nowhere'"),
     ):
         with pytest.raises(error, match=message):

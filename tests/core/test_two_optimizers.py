@@ -112,7 +112,7 @@ def test_gradients_of_the_other_half_are_refused_before_they_mix() -> None:
     loss, fake = turns(gan, 0)
     loss.backward()
     optimizer.step()
-    with pytest.raises(RuntimeError, match=r"call zero_grad\(\) before the next backward"):
+    with pytest.raises(RuntimeError, match=r"call zero_grad\(\) after step\(\) and before the next backward"):
         gan.discriminator(fake).mean().backward()
 
 

@@ -73,7 +73,8 @@ def check_promised(name: str, tensor: Tensor) -> None:
 @torch.no_grad()
 def give_memory(tensor: Tensor, values: Tensor) -> None:
     """Make a tensor without memory hold ``values``; it stays the same object everywhere."""
-    fresh = values.detach().requires_grad_(tensor.requires_grad)
+    # with a count of writes of its own: values are a view of what updates write to
+    fresh = values.data.requires_grad_(tensor.requires_grad)
     # torch.utils.swap_tensors without its refusal of weak references: what they refer to stays
     torch._C._swap_tensor_impl(tensor, fresh)
 

@@ -132,7 +132,8 @@ class Checkpoint(contextlib.ExitStack):
 
     def buffer(self, name: str) -> Tensor:
         file, key = self.file(self.buffers[name]), f"buffer/{name}"
-        return file.elements(key).view(file.entry(key).shape)
+        entry = file.entry(key)
+        return file.elements(key, 0, entry.numel).view(entry.shape)
 
     def elements(self, part: Saved, kind: str, start: int, stop: int) -> Tensor:
         """Elements of a parameter, in the order in which it was saved: (n,). Zeros of no kind."""
@@ -152,6 +153,7 @@ class Checkpoint(contextlib.ExitStack):
             inverse = [part.order.index(dim) for dim in range(len(part.shape))]
             values = flat.view([part.shape[dim] for dim in part.order]).permute(inverse)
             found = values.new_zeros(part.cut.shape) if found is None else found
+            found = found.to(torch.promote_types(found.dtype, values.dtype))
             found[part.cut.place] = values
         return found  # type: ignore[no-any-return]
 

@@ -49,7 +49,7 @@ def export(
 
     Raises:
         CheckpointError: for a checkpoint that is not whole, or a value that does not fit in
-            ``dtype``; nothing is left in ``out`` then.
+            ``dtype``. Only an export that is whole gets its name ``out``.
     """
     if (out := out.resolve()).exists():
         raise ValueError(f"{out} exists: name a new folder")
@@ -58,23 +58,25 @@ def export(
             written.check(found.folder)
         entries = entries_of(found, dtype)
         made, total = shards(entries, shard_nbytes), sum(entry.nbytes for entry in entries)
-        out.mkdir(parents=True)
-        with files.undone(lambda: shutil.rmtree(out, ignore_errors=True)):
-            tied = found.head["tied"]
+        beside = out.with_name(f".{out.name}.partial")
+        shutil.rmtree(beside, ignore_errors=True)  # of an export that failed, or was killed
+        beside.mkdir(parents=True)
+        tied = found.head["tied"]
+        with files.undone(lambda: shutil.rmtree(beside)):
             for name, shard in made.items():
                 own = {entry.key for entry in shard}
                 metadata = {"format": "pt"} | {o: kept for o, kept in tied.items() if kept in own}
                 values = (value_of(found, entry) for entry in shard)
-                files.write_file(out / name, shard, values, metadata)
+                files.write_file(beside / name, shard, values, metadata)
             places = {entry.key: name for name, shard in made.items() for entry in shard}
             index = {"metadata": {"total_size": total}, "weight_map": places}
-            more = {"config.json": found.head["model_config"]}  # of Hugging Face
+            if config := found.head["model_config"]:  # of Hugging Face
+                write_durably(beside / "config.json", config.encode())
             if len(made) > 1:
-                more["model.safetensors.index.json"] = json.dumps(index, indent=1)
-            for name, text in more.items():
-                if text:
-                    write_durably(out / name, text.encode())
-            files.sync_folder(out)
+                write_durably(beside / "model.safetensors.index.json", json.dumps(index).encode())
+            files.sync_folder(beside)
+        beside.rename(out)
+        files.sync_folder(out.parent)
     return Exported([out / name for name in made], len(entries), total, tied)
 
 

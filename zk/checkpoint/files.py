@@ -5,7 +5,8 @@ CRC-32 of every block: a reader finds what a drive, a copy or a hand has changed
 
 A checkpoint is written into a hidden folder, and gets its name when all of it is on the drive; then
 ``latest`` names it. They are numbered as they are finished: a run that has gone back to an earlier
-step finishes a lower step later. A process that saves locks the folder.
+step finishes a lower step later. Who saves locks the folder until it closes its
+optimizer or ends.
 
 Format: https://github.com/huggingface/safetensors (8 bytes of length, JSON, data).
 """
@@ -24,6 +25,7 @@ import re
 import secrets
 import shutil
 import socket
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -143,7 +145,7 @@ def write_file(
                 if not position % SYNCED_NBYTES:
                     sync(file)
         sync(file)
-    assert position == nbytes, f"{position} of {nbytes} bytes of {path} were given"
+    assert position == nbytes
     return Written(path.name, nbytes, [f"{crc:08x}" for crc in crcs])
 
 
@@ -218,10 +220,9 @@ class Tensors:
         about = self.table[key]
         return Entry(key, DTYPES[about["dtype"]], tuple(about["shape"]))
 
-    def elements(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
+    def elements(self, key: str, start: int, stop: int) -> Tensor:
         """Elements of the flattened tensor ``key``: (n,)."""
         entry, offset = self.entry(key), self.start + self.table[key]["data_offsets"][0]
-        stop = entry.numel if stop is None else stop
         found = torch.empty(stop - start, dtype=entry.dtype)
         with naming(Path(self.file.name)):
             self.file.seek(offset + start * entry.dtype.itemsize)
@@ -243,14 +244,14 @@ def rank_files(rank: int, ranks: int) -> tuple[str, str]:
     return f"{stem}.safetensors", f"{stem}.json"
 
 
-def begin(final: Path) -> Path:
-    """The hidden folder that a checkpoint is in until it is whole; its folder is locked.
+def begin(final: Path) -> tuple[Path, IO[bytes]]:
+    """The hidden folder that a checkpoint is in until it is whole, and a lock to be held.
 
     What saves left there that were killed goes.
     """
     root = final.parent
     root.mkdir(parents=True, exist_ok=True)
-    lock(root)
+    held = lock(root)
     for place, folder in steps_in(root, ".step-*.replaced").items():
         if not place.exists():  # a crash came between two renames
             folder.rename(place)
@@ -258,7 +259,7 @@ def begin(final: Path) -> Path:
         shutil.rmtree(folder)
     beside = final.with_name(f".{final.name}.{secrets.token_hex(4)}.partial")
     beside.mkdir()
-    return beside
+    return beside, held
 
 
 def publish(folder: Path, final: Path, head: dict[str, Any], ranks: int, keep: int | None) -> None:
@@ -320,26 +321,28 @@ def find(path: Path) -> Path:
     raise CheckpointError(f"{path} has no checkpoint: {words}")
 
 
-LOCKS: dict[tuple[int, Path], int] = {}  # by process and folder: descriptors
+LOCKS = weakref.WeakValueDictionary[tuple[int, Path], IO[bytes]]()  # by process and folder
 
 
-def lock(root: Path) -> None:
-    """Lock a folder until this process ends; OSError, naming the other run, if another process has.
+def lock(root: Path) -> IO[bytes]:
+    """Lock a folder as long as somebody has the result, in this process.
 
-    No forked process has the lock.
+    OSError, naming the other run, if another process has it.
     """
     own = os.getpid(), root.resolve()
     if own in LOCKS:
-        return
-    file = LOCKS[own] = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return LOCKS[own]
+    file = open(root / ".lock", "a+b")  # noqa: SIM115
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            who = os.read(file, 200).decode(errors="replace").strip()
-            os.close(LOCKS.pop(own))
+        if isinstance(error, (BlockingIOError, PermissionError)):
+            who = os.pread(file.fileno(), 200, 0).decode(errors="replace")
             why = f"another run saves into this folder ({who}); give each run its own"
-            raise OSError(error.errno, why, str(root)) from None
+            raise OSError(error.errno, why, str(root)) from error
         rank_log.warning("%s cannot be locked (%s): let no other run save there", root, error)
-    os.ftruncate(file, 0)
-    os.pwrite(file, f"host {socket.gethostname()}, pid {os.getpid()}".encode(), 0)
+    file.truncate(0)
+    file.write(f"host {socket.gethostname()}, pid {os.getpid()}".encode())
+    file.flush()
+    LOCKS[own] = file
+    return file

@@ -145,9 +145,9 @@ def checked(
             targets = check(optimizer, checkpoint, scheduler)
         crcs = dict.fromkeys(comm.words(what, checkpoint.crc))
         require(len(crcs) == 1, f"its checksum is {' and '.join(crcs)}")
-    except CheckpointError:
+    except (CheckpointError, OSError):
         raise
-    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
+    except Exception as error:
         why = "is damaged, another program's, or not alike on all ranks"
         raise CheckpointError(f"{path} {why}: {error}") from error
     with checkpoint:
@@ -178,10 +178,8 @@ def check(optimizer: ZeroOptimizer, checkpoint: Checkpoint, scheduler: Any) -> l
     wrong = [name for name in there | here if there.get(name) != here.get(name)]
     need(not wrong, f"has other buffers than this model, or of other shapes: {wrong}")
     was, given = checkpoint.head["scheduler_type"], scheduler and type(scheduler).__name__
-    need(
-        was == given,
-        f"was saved with scheduler={was}, and scheduler={given} was given; give the same kind, or none",
-    )
+    words = f"was saved with scheduler={was}, and scheduler={given} was given; give the same kind"
+    need(was == given, words)
     return targets
 
 
@@ -191,10 +189,9 @@ def check_states(optimizer: ZeroOptimizer, checkpoint: Checkpoint, target: Targe
     for part in target.parts:
         is_known = {*kinds} == {*part.pieces} or "param" in (*kinds, *part.pieces)
         is_begun = is_trained and part.steps > 0
-        saved, here = ([*names][1:] or "no state" for names in (part.pieces, kinds))
         checkpoint.need(
             is_known and not (is_begun and target.numbers is None),
-            f"has {saved} of {part.name!r}, and this optimizer keeps {here}: "
+            f"has {[*part.pieces]} of {part.name!r}, and this optimizer keeps {kinds}: "
             "make the same kind with the same options, or take the weights alone (zk export)",
         )
 

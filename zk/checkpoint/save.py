@@ -28,7 +28,7 @@ from zk.checkpoint import contents, files
 from zk.checkpoint.contents import Piece
 from zk.checkpoint.files import Entry, undone, write_durably, write_file
 from zk.config import is_count
-from zk.logs import rank_log
+from zk.logs import rank_log, require
 from zk.memory import host_memory
 from zk.optimizer import ZeroOptimizer
 from zk.parallel.comm import Comm
@@ -64,8 +64,8 @@ def save_checkpoint(
         OSError: if the drive refuses or has no room, on all ranks; with ``async_save`` in a later step,
             before it changes anything. Earlier checkpoints stay whole.
     """
-    if keep is not None and not is_count(keep):
-        raise ValueError(f"keep must be a number of checkpoints, at least 1, or None; got {keep!r}")
+    words = f"keep must be a number of checkpoints, at least 1, or None; got {keep!r}"
+    require(keep is None or is_count(keep), words)
     saver, comm = saver_of(optimizer), optimizer._layout.comm
     saver.synchronized()
     optimizer._settle()
@@ -75,7 +75,7 @@ def save_checkpoint(
     if async_save:
         saver.start(save)
     else:
-        save.run(comm)
+        save.run(saver, comm)
     return final
 
 
@@ -95,11 +95,6 @@ class Part:
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.entries)
-
-    def fetch(self) -> None:
-        """Start to bring it to memory."""
-        for chunk in (self.store.param, self.store.states[self.number]):
-            chunk.fetch()
 
     def values(self) -> Iterator[Tensor]:
         """Each piece; may be a view of the chunk."""
@@ -142,12 +137,12 @@ class Save:
         self.buffers = dict(contents.buffers_of(optimizer)) if is_first else {}
         self.beside = Beside(self.parts)
 
-    def run(self, comm: Comm) -> None:
+    def run(self, saver: Saver, comm: Comm) -> None:
         """Write it; raises, on all ranks, if that fails on one of them, and leaves nothing of it."""
         what, beside, final = f"saving {self.final}", self.final, self.final
         with comm.together(what):
             if comm.rank == 0:
-                beside = files.begin(final)
+                beside, saver.lock = files.begin(final)
         beside = final.with_name(comm.words(what, beside.name)[0])
         with undone(lambda: shutil.rmtree(beside, ignore_errors=True)):
             with comm.together(what):
@@ -175,7 +170,8 @@ class Save:
         """All that is saved, from where it is or from its copy."""
         for part, following in itertools.zip_longest(self.parts, self.parts[1:]):
             if following is not None:
-                following.fetch()
+                following.store.param.fetch()
+                following.store.states[following.number].fetch()
             with self.beside.taken(part) as copies:
                 yield from part.values() if copies is None else copies
         yield from self.buffers.values()
@@ -227,12 +223,6 @@ class Beside:
         if known and known[0] == now[0] and known != now:
             self.spoiled = store.unit.name
 
-    def end(self) -> None:
-        """Nobody waits any more."""
-        with self.changes:
-            self.unread.clear()
-            self.changes.notify_all()
-
 
 def versions_of(store: UnitStore) -> tuple[int, list[int]]:
     """Updates of a unit, and torch's counts of writes to its parameters."""
@@ -247,6 +237,7 @@ class Saver(Addon):
         self.own: Comm | None = None  # collectives of saves in the background
         self.future: Future[None] | None = None  # of the save in the background
         self.beside = Beside()
+        self.lock: Any = None  # of the folder that they go to
         self.begun = False  # and not all ranks are known to be done; the same on all of them
 
     def start(self, save: Save) -> None:
@@ -269,13 +260,15 @@ class Saver(Addon):
     @torch.no_grad()
     def run(self, save: Save) -> None:
         try:
-            save.run(self.own or self.layout.comm)
+            save.run(self, self.own or self.layout.comm)
         except BaseException as error:
             # the program may end before anybody waits
             rank_log.warning("a checkpoint was not saved: %s", error)
             raise
         finally:
-            save.beside.end()
+            with save.beside.changes:  # nobody waits any more
+                save.beside.unread.clear()
+                save.beside.changes.notify_all()
 
     def changing(self, store: UnitStore, number: int) -> None:
         self.beside.before_change(store, number)
@@ -294,6 +287,9 @@ class Saver(Addon):
         self.future, self.beside = None, Beside()
         if error is not None:
             raise error
+
+    def closed(self) -> None:
+        self.lock = None
 
 
 def saver_of(optimizer: ZeroOptimizer) -> Saver:
