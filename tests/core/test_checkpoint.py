@@ -502,7 +502,7 @@ def test_whatever_is_altered_cut_short_or_missing_is_found_and_changes_nothing(
     ("options", "match"),
     [
         ({"kind": torch.optim.SGD}, "has .'master', 'exp_avg', 'exp_avg_sq'. of .* and this optimizer keeps .'master'.: make the same kind"),
-        ({"inner": {"amsgrad": True}}, "and this optimizer keeps .'master', 'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'.: make the same kind with the same options"),
+        ({"inner": {"amsgrad": True}}, "and this optimizer keeps .'master', 'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'.: make the same kind"),
         ({"variant": "tied"}, "head.weight|not there in this model|parameter groups"),
         ({"layers": 3}, r"blocks\.2.* as not there"),
         ({"groups": 1}, "other parameter groups"),
