@@ -155,10 +155,8 @@ class Seams:
         """The one answer that is not None; RuntimeError if two add-ons give one."""
         answers = {type(method.__self__).__name__: method() for method in getattr(self, name)}
         found = {who: answer for who, answer in answers.items() if answer is not None}
-        words = (
-            f"{' and '.join(found)} each decide {name!r}, which only one can; remove one of them"
-        )
-        require(len(found) < 2, words, RuntimeError)
+        if len(found) > 1:
+            raise RuntimeError(f"{' and '.join(found)} each decide {name!r}; remove all but one")
         return next(iter(found.values()), None)
 
 

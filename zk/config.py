@@ -237,7 +237,7 @@ class ZeroConfig:
 
     def _check_together(self) -> None:
         """ValueError for values that exclude each other."""
-        tiers, is_cast = (self.param_tier, self.optimizer_tier), self.dtype is not None
+        tiers = self.param_tier, self.optimizer_tier
         require(
             self.stage == 3 or self.param_tier in ("device", "auto"),
             f"param_tier={self.param_tier!r} needs stage=3: at stage {self.stage} parameters stay on "
@@ -255,7 +255,7 @@ class ZeroConfig:
             "in host memory",
         )
         words = "has no effect without dtype=, as nothing is cast; give dtype= or remove it"
-        require(self.keep_dtype is None or is_cast, f"keep_dtype {words}")
+        require(self.keep_dtype is None or self.dtype, f"keep_dtype {words}")
 
 
 def refuse_unknown(names: set[str], known: list[str]) -> None:

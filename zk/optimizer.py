@@ -23,10 +23,10 @@ from zk.offload.drive import Drive
 from zk.offload.rules import RULES, Codec, Rule, rule_for
 from zk.offload.tiers import Tier, memory_tiers
 from zk.parallel.comm import Comm, connect
-from zk.parallel.reducer import Reducer
+from zk.parallel.reducer import LossScaler, Reducer
 from zk.parallel.runtime import RUNTIMES, Runtime
 from zk.placement import Place, Size, choose, on_drive, place_buffers
-from zk.precision import LossScaler, clip_factor, dtypes_of, floats_of
+from zk.precision import dtypes_of
 from zk.states import check_states, load_states, states_of, states_of_inners
 from zk.store import Step, UnitStore
 from zk.unit import Unit, blocks_of, chosen_blocks, find_units
@@ -443,3 +443,19 @@ def check_types(model: Any, optimizer: Any, config: Any) -> list[torch.optim.Opt
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
     """A group's options as they are: schedulers change a learning rate that is a tensor in place."""
     return {name: v.clone() if isinstance(v, Tensor) else v for name, v in group.items()}
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """What gradients of this norm are multiplied with, as torch's clip_grad_norm_ does.
+
+    1.0 for one that is not finite, so that step() sees it.
+    """
+    is_clipped = max_norm is not None and math.isfinite(norm)
+    return min(1.0, max_norm / (norm + 1e-6)) if is_clipped else 1.0  # type: ignore[operator]
+
+
+def floats_of(tensors: list[Tensor | float]) -> Iterator[float]:
+    """Numbers, of which some may be on a GPU: one read for all of these."""
+    far = [value for value in tensors if isinstance(value, Tensor)]
+    found = iter(torch.stack(far).tolist() if far else ())
+    return (next(found) if isinstance(value, Tensor) else value for value in tensors)

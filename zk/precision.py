@@ -1,11 +1,10 @@
-"""Precision: which parameters are cast, and inputs; the loss scale; and the factor of clipping."""
+"""Precision: which parameters are cast, and inputs; and how a dynamic loss scale moves."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -88,61 +87,3 @@ class DynamicLossScale:
             (self.hysteresis >= 1, "hysteresis >= 1"),
         ):
             require(holds, f"DynamicLossScale needs {rule}; got {self}")
-
-
-class LossScaler:
-    """The loss scale of a run: a constant, or what a rule makes of it.
-
-    "auto": dynamic if fp16 is among the ``trained`` dtypes, and else none.
-    """
-
-    def __init__(
-        self, asked: DynamicLossScale | float | str | None, trained: Container[torch.dtype] = ()
-    ) -> None:
-        if asked == "auto":
-            asked = DynamicLossScale() if torch.float16 in trained else None
-        self.is_active = asked is not None
-        self.rule = asked if isinstance(asked, DynamicLossScale) else None
-        self.scale = self.rule.init if self.rule else float(asked or 1.0)  # type: ignore[arg-type]
-        self.patience = self.rule.hysteresis if self.rule else 0
-        self.clean_steps = 0  # since the last overflow or growth
-
-    def update(self, overflow: bool) -> None:
-        """Account for one step."""
-        rule = self.rule
-        if rule is None:
-            return
-        self.clean_steps = 0 if overflow else self.clean_steps + 1
-        if overflow and self.patience > 1:
-            self.patience -= 1
-        elif overflow:
-            self.scale = max(self.scale / rule.factor, rule.minimum)
-        elif self.clean_steps >= rule.window:
-            self.clean_steps, self.patience = 0, rule.hysteresis
-            self.scale *= rule.factor
-
-    def state_dict(self) -> dict[str, Any]:
-        counts = {"clean_steps": self.clean_steps, "patience": self.patience}
-        return {"scale": self.scale, **counts, "active": self.is_active}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the scale of a run that had one; that of bf16 or fp32 says nothing about fp16."""
-        if self.rule and state.get("active", True):
-            self.scale, self.clean_steps = float(state["scale"]), int(state["clean_steps"])
-            self.patience = int(state["patience"])
-
-
-def clip_factor(norm: float, max_norm: float | None) -> float:
-    """What gradients of this norm are multiplied with, as torch's clip_grad_norm_ does.
-
-    1.0 for one that is not finite, so that step() sees it.
-    """
-    is_clipped = max_norm is not None and math.isfinite(norm)
-    return min(1.0, max_norm / (norm + 1e-6)) if is_clipped else 1.0  # type: ignore[operator]
-
-
-def floats_of(tensors: list[Tensor | float]) -> Iterator[float]:
-    """Numbers, of which some may be on a GPU: one read for all of these."""
-    far = [value for value in tensors if isinstance(value, Tensor)]
-    found = iter(torch.stack(far).tolist() if far else ())
-    return (next(found) if isinstance(value, Tensor) else value for value in tensors)

@@ -32,6 +32,7 @@ class Unit:
         first = self.params[0]
         self.dtype, self.device, self.is_trained = first.dtype, first.device, first.requires_grad
         self.shapes = [param.shape for param in self.params]
+        self.is_contiguous = all(param.is_contiguous() for param in self.params)
         self.strides = [dense_strides(param) for param in self.params]
         self.sizes = [param.numel() for param in self.params]
         self.lay_out(1, 1)

@@ -17,13 +17,13 @@ left is reduced at the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
 
 from zk.parallel.comm import Comm
-from zk.precision import LossScaler
+from zk.precision import DynamicLossScale
 from zk.store import UnitStore
 
 MANY = 1 << 20  # more than there are units
@@ -163,3 +163,45 @@ class Reducer:
             self.order = [(store, int(place)) for place, store in whole if place < math.inf]
             self.expected = self.gathers
         return found
+
+
+class LossScaler:
+    """The loss scale of a run: a constant, or what a rule makes of it.
+
+    "auto": dynamic if fp16 is among the ``trained`` dtypes, and else none.
+    """
+
+    def __init__(
+        self, asked: DynamicLossScale | float | str | None, trained: Container[torch.dtype] = ()
+    ) -> None:
+        if asked == "auto":
+            asked = DynamicLossScale() if torch.float16 in trained else None
+        self.is_active = asked is not None
+        self.rule = asked if isinstance(asked, DynamicLossScale) else None
+        self.scale = self.rule.init if self.rule else float(asked or 1.0)  # type: ignore[arg-type]
+        self.patience = self.rule.hysteresis if self.rule else 0
+        self.clean_steps = 0  # since the last overflow or growth
+
+    def update(self, overflow: bool) -> None:
+        """Account for one step."""
+        rule = self.rule
+        if rule is None:
+            return
+        self.clean_steps = 0 if overflow else self.clean_steps + 1
+        if overflow and self.patience > 1:
+            self.patience -= 1
+        elif overflow:
+            self.scale = max(self.scale / rule.factor, rule.minimum)
+        elif self.clean_steps >= rule.window:
+            self.clean_steps, self.patience = 0, rule.hysteresis
+            self.scale *= rule.factor
+
+    def state_dict(self) -> dict[str, Any]:
+        counts = {"clean_steps": self.clean_steps, "patience": self.patience}
+        return {"scale": self.scale, **counts, "active": self.is_active}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the scale of a run that had one; that of bf16 or fp32 says nothing about fp16."""
+        if self.rule and state.get("active", True):
+            self.scale, self.clean_steps = float(state["scale"]), int(state["clean_steps"])
+            self.patience = int(state["patience"])
