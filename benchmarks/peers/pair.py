@@ -1,6 +1,6 @@
 """Steps of two systems in turn: the ratio of their times, from which the drift of a shared machine cancels.
 
-usage: python benchmarks/peers/pair.py SYSTEM SYSTEM [--checkouts FOLDER FOLDER] [--steps N]
+usage: python benchmarks/peers/pair.py SYSTEM SYSTEM [--checkouts FOLDER FOLDER] [--steps N] [-- options of step.py]
 
 Both processes live at once and never step at once, so memory has to hold both. ``--checkouts`` takes each system's zk from a folder, to compare
 one commit with another.
@@ -27,8 +27,8 @@ WARMUP = 3
 class System:
     """A process that steps when it is asked to."""
 
-    def __init__(self, name: str, checkout: Path, steps: int, nvme: str) -> None:
-        command = [sys.executable, str(HERE.with_name("step.py")), name, "--in-turns", "--warmup", str(WARMUP), "--steps", str(steps)]
+    def __init__(self, name: str, checkout: Path, steps: int, nvme: str, rest: list[str]) -> None:
+        command = [sys.executable, str(HERE.with_name("step.py")), name, "--in-turns", "--warmup", str(WARMUP), "--steps", str(steps), *rest]
         environment = {**os.environ, "PYTHONPATH": str(checkout), "ZK_BENCH_NVME": nvme}
         self.process = subprocess.Popen(command, cwd=checkout, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -60,12 +60,13 @@ def main() -> None:
     parser.add_argument("systems", nargs=2, metavar="SYSTEM", help="as in step.py")
     parser.add_argument("--checkouts", nargs=2, type=Path, default=[HERE.parents[2]] * 2, metavar="FOLDER")
     parser.add_argument("--steps", type=int, default=40)
-    options = parser.parse_args()
+    options, rest = parser.parse_known_args()
+    rest = [option for option in rest if option != "--"]
     with tempfile.TemporaryDirectory(dir=os.environ.get("ZK_BENCH_NVME")) as folder:
         both = []
         for number, (name, checkout) in enumerate(zip(options.systems, options.checkouts, strict=True)):
             os.mkdir(nvme := f"{folder}/{number}")
-            both.append(System(name, checkout.resolve(), options.steps, nvme))
+            both.append(System(name, checkout.resolve(), options.steps, nvme, rest))
         try:
             for turn in range(WARMUP + options.steps):
                 for system in both if turn % 2 else reversed(both):
@@ -81,6 +82,8 @@ def main() -> None:
     for name, seconds in zip(options.systems, (first, second), strict=True):
         print(f"{name}: {statistics.median(seconds):.3f} s, the median of {len(seconds)} steps")
     print(f"ratio of the medians {statistics.median(second) / statistics.median(first):.3f}; of pairs {middle:.3f} (quartiles {low:.3f}, {high:.3f})")
+    one, other = (report["peak_rss"] / 2**30 for report in reports)
+    print(f"peak {one:.2f} and {other:.2f} GiB, ratio {other / one:.3f}")
     if reports[0]["losses"] != reports[1]["losses"]:
         print("their losses differ")
 

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,33 @@ STATE_DTYPE = ["fp32"]  # of zk
 MicroBatches = Sequence[tuple[Tensor, Tensor]]  # token ids and targets
 Step = Callable[[MicroBatches], float]
 MICRO = [1]  # micro-batches in a step
+ROWS = 256  # of a weight that are fp32 at once
 METERS: list[Callable[[], dict[str, float]]] = []  # of systems that count what they move
+
+
+class InBlocks(torch.autograd.Function):
+    """Products of bf16 in fp32 by blocks of rows, for a CPU without kernels for them: memory as with such kernels, and most of the speed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        wide = x.reshape(-1, x.shape[-1]).float()
+        y = x.new_empty(len(wide), len(weight))
+        for start in range(0, len(weight), ROWS):
+            y[:, start : start + ROWS] = wide @ weight[start : start + ROWS].float().t()
+        return (y if bias is None else y + bias).view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        g, wide = grad.reshape(-1, grad.shape[-1]).float(), x.reshape(-1, x.shape[-1]).float()
+        of_x, of_weight = torch.zeros_like(wide), torch.empty_like(weight)
+        for start in range(0, len(weight), ROWS):
+            rows = slice(start, start + ROWS)
+            of_x += g[:, rows] @ weight[rows].float()
+            of_weight[rows] = g[:, rows].t() @ wide
+        return of_x.to(x.dtype).view(x.shape), of_weight, g.sum(0).to(x.dtype) if ctx.has_bias else None
 
 
 def peak_nbytes() -> int:
@@ -201,7 +228,10 @@ def main() -> None:
     parser.add_argument("--clip", type=float, default=1.0, help="norm to clip to; 0: no clipping")
     parser.add_argument("--state-dtype", default="fp32", help="of zk's optimizer state")
     parser.add_argument("--in-turns", action="store_true", help="wait for a line of input before each step, and print a line after it")
+    parser.add_argument("--in-blocks", action="store_true", help="compute products of bf16 in fp32, where the CPU has no kernels for them")
     options = parser.parse_args()
+    if options.in_blocks:
+        nn.Linear.forward = lambda self, x: InBlocks.apply(x, self.weight, self.bias)  # type: ignore[method-assign]
     MICRO[0], CLIP[0], STATE_DTYPE[0] = options.micro, options.clip, options.state_dtype
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab=4096, width=options.width, layers=options.layers, heads=16, context=options.context))
