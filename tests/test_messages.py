@@ -60,7 +60,7 @@ def test_each_loader_names_the_other_one_for_its_folder(tmp_path: Path) -> None:
     model, inner = make()
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, tmp_path / "model.safetensors")
     with zk.ZeroOptimizer(model, inner) as optimizer:
-        with pytest.raises(CheckpointError, match="neither manifest.json nor .*zk.load_pretrained reads weights"):
+        with pytest.raises(CheckpointError, match=r"neither manifest.json nor .*zk.load_pretrained reads weights"):
             optimizer.load_checkpoint(tmp_path)
         optimizer.save_checkpoint(tmp_path / "saved")
         for folder in (tmp_path / "saved", next((tmp_path / "saved").glob("step-*"))):
