@@ -47,7 +47,7 @@ def agree(comm: Comm, about: str, values: Mapping[str, object]) -> None:
 
 
 def alike(model: nn.Module, groups: list[dict[str, Any]], config: ZeroConfig) -> dict[str, object]:
-    """What must be the same on all ranks, by name."""
+    """Values that must be the same on all ranks, by name."""
     values = {name: value for name, value in vars(config).items() if name not in OWN}
     for number, group in enumerate(groups):
         options = group | {"params": len(group["params"]), "name": ""}

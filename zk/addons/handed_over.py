@@ -1,4 +1,4 @@
-"""What was handed over refuses by name what the ZeroOptimizer does now.
+"""Refusals, by name, of what the ZeroOptimizer does instead of what was handed over.
 
 Every optimizer has it, without an option. Uses of the core: ``ZeroOptimizer._inners``, ``state``.
 """

@@ -170,7 +170,7 @@ def cuts_of(model: nn.Module) -> dict[str, Cut]:
 
 
 def of_optimizer(optimizer: ZeroOptimizer, scheduler: Any, extra: Any) -> dict[str, Any]:
-    """What a manifest says, the same on all ranks."""
+    """Contents of a manifest, the same on all ranks."""
     model, cuts = optimizer.model, cuts_of(optimizer.model)
     names = {param: name for name, param in model.named_parameters()}
     groups = [g | {"params": [names[p] for p in g["params"]]} for g in optimizer.param_groups]
@@ -194,7 +194,7 @@ def of_optimizer(optimizer: ZeroOptimizer, scheduler: Any, extra: Any) -> dict[s
 
 
 def of_unit(store: UnitStore, cuts: Mapping[str, Cut]) -> dict[str, Any]:
-    """What a manifest says of a unit, without its elements."""
+    """Entry of a unit in a manifest, without its elements."""
     unit, params = store.unit, []
     for index, (name, steps) in enumerate(zip(unit.names, store.steps, strict=True)):
         numbers = store.rule.numbers(store.groups[index], steps) if steps else {}

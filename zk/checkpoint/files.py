@@ -5,8 +5,7 @@ CRC-32 of every block: a reader finds what a drive, a copy or a hand has changed
 
 A checkpoint is written into a hidden folder, and gets its name when all of it is on the drive; then
 ``latest`` names it. They are numbered as they are finished: a run that has gone back to an earlier
-step finishes a lower step later. Who saves locks the folder until it closes its
-optimizer or ends.
+step finishes a lower step later. Who saves locks the folder until it closes its optimizer or ends.
 
 Format: https://github.com/huggingface/safetensors (8 bytes of length, JSON, data).
 """

@@ -106,7 +106,7 @@ def _zero_config(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Zer
 
 
 def from_deepspeed(config: Config, auto: Any, overrides: Mapping[str, Any]) -> ZeroConfig:
-    """What ``ZeroConfig.from_deepspeed`` does."""
+    """Implement ``ZeroConfig.from_deepspeed``."""
     clip = ["gradient_clipping"] * ("clip_grad_norm" in overrides)
     return _zero_config(_read(config, auto, [*_BATCH, "optimizer", "scheduler", *clip]), overrides)
 

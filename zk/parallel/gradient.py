@@ -70,8 +70,9 @@ class Gradient:
         is_sum = self.local is not None or missing != 1.0
         bucket = empty(unit.numel, torch.float32 if is_sum else unit.dtype, unit.device)
         none = bucket.new_empty(0, dtype=unit.dtype)  # as the others
-        flat = [none if g is None else g.detach().contiguous() for g in new]
-        if not unit.is_contiguous:
+        if unit.is_contiguous:
+            flat = [none if g is None else g.detach().contiguous() for g in new]
+        else:
             flat = [none if g is None else unit.flat(i, g.detach()) for i, g in enumerate(new)]
         reference.unchecked("flatten", unit.device)(flat, bucket, unit.regions)
         if missing != 1.0:
