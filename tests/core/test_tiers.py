@@ -23,7 +23,7 @@ from tests.models import DEVICE
 from tests.programs import run
 from zk import memory, store
 from zk.offload import file as file_module
-from zk.offload.drive import Drive
+from zk.offload.drive import Drive, FileChunk
 from zk.offload.file import File
 from zk.offload.tiers import CPU, Chunk, Tier
 
@@ -121,6 +121,43 @@ def test_without_a_budget_all_is_read_and_written_once_in_each_use(tmp_path: Pat
     assert 0.95 * 4 < with_sums - written < 1.1 * 4  # the sum of two is in fp32, and is written once more
     assert drive_of(optimizer).used.total() <= drive_of(optimizer).room.total()
     optimizer.close()
+
+
+def test_the_drive_reads_ahead(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Blocks()
+    optimizer = held(model, tmp_path)
+    step(model, optimizer)
+    reads, read = {True: 0, False: 0}, FileChunk.read
+
+    def counted(chunk: FileChunk, must: bool) -> bool:
+        was_here, is_here = chunk.buffer is not None, read(chunk, must)
+        reads[must] += is_here and not was_here
+        return is_here
+
+    monkeypatch.setattr(FileChunk, "read", counted)
+    step(model, optimizer)
+    assert reads[False] > 9 * reads[True]
+
+
+def test_a_read_ahead_does_not_reach_what_comes_after_it(late: None, tmp_path: Path) -> None:
+    drive = Drive([str(tmp_path)], CPU)
+    chunk, other = drive.chunks({"grad": torch.float32}, [1 << 16] * 2)
+    for value in range(3):
+        chunk.put("grad", torch.full((1 << 16,), float(value)))
+        chunk.drop()
+        chunk.fetch()
+    chunk.put("grad", torch.full((1 << 16,), 3.0))
+    assert chunk.open()["grad"].eq(3).all()
+    chunk.close(changed=False)
+    for value in range(4, 7):
+        chunk.drop()
+        chunk.fetch()
+        chunk.drop()  # its buffer is free
+        other.put("grad", torch.full((1 << 16,), float(value)))
+        assert other.open()["grad"].eq(value).all()
+        other.close(changed=False)
+        other.drop()
+    drive.close()
 
 
 def test_what_fits_stays_and_is_never_written(small: None, tmp_path: Path) -> None:

@@ -108,7 +108,6 @@ class FileChunk(HostChunk):
     def drop(self) -> None:
         with self.lock:
             if self.buffer is not None and not self.opened:
-                self.wait()
                 self.tier.release(self)
 
 
@@ -168,8 +167,6 @@ class Drive(Tier):
 
     def close(self) -> None:
         self.file.close()
-        if self.link is not None:
-            self.link.wait()
         for chunk in list(self.cached):
             self.release(chunk)
         trim()

@@ -43,8 +43,6 @@ class Chunk:
 
     stays = True
     """What ``load`` brings is the field itself, where it always is."""
-    is_away = False
-    """It is in memory only after ``fetch``, or ``open``."""
 
     def __init__(self, dtypes: Dtypes, numel: int, device: torch.device) -> None:
         self.numel, self.device = numel, device
@@ -55,7 +53,7 @@ class Chunk:
 
     def open(self, part: slice = ALL) -> Fields:
         """The elements ``part`` of the fields, to be read and changed until ``close``."""
-        if part is ALL:
+        if part in (ALL, slice(0, self.numel)):
             return self.fields
         return {name: field[part] for name, field in self.fields.items()}
 
