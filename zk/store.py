@@ -112,31 +112,30 @@ class UnitStore:
 
     def prefetch(self) -> None:
         """Start to bring the shard to memory."""
-        if self.param.is_away and self.full is None and self.gathering is None:
+        if self.full is None and self.gathering is None:
             self.param.fetch()
 
     def begin_gather(self) -> None:
-        """Start the collective that makes the parameters whole."""
-        if self.full is None and self.gathering is None:
-            self.publish()
-            unit, sharers, full = self.unit, self.layout.sharers, None
-            if sharers.size > 1:  # made here, as what follows the copy runs beside compute
-                full = empty(unit.numel, unit.dtype, unit.device)
+        """Start the collective that makes released parameters whole."""
+        self.publish()
+        unit, sharers, full = self.unit, self.layout.sharers, None
+        if sharers.size > 1:  # made here, as what follows the copy runs beside compute
+            full = empty(unit.numel, unit.dtype, unit.device)
 
-            def all_gather(shard: Tensor) -> tuple[Tensor, Any]:
-                sent = self.codec.pre_gather(shard)
-                return sharers.all_gather(unit.name, sent, full if sent is shard else None)
+        def all_gather(shard: Tensor) -> tuple[Tensor, Any]:
+            sent = self.codec.pre_gather(shard)
+            return sharers.all_gather(unit.name, sent, full if sent is shard else None)
 
-            self.gathering = self.param.load("param", unit.device, all_gather)
+        self.gathering = self.param.load("param", unit.device, all_gather)
 
     def gather(self) -> None:
         """Make the parameters whole, and new."""
-        self.wait()
         if self.full is not None:
             self.publish()
             return
         self.check_unchanged()
-        self.begin_gather()
+        if self.gathering is None:
+            self.begin_gather()
         full, work = self.gathering.wait()
         work.wait()
         self.gathering = None
@@ -196,11 +195,8 @@ class UnitStore:
 
     def changed(self) -> list[int]:
         """The parameters that were written to, or given other data, since the shard was alike."""
-        params = self.unit.params
-        now, before = (
-            [*map(version_of, params), *self.places_of(params)],
-            self.versions + self.places,
-        )
+        params, before = self.unit.params, self.versions + self.places
+        now = [*map(version_of, params), *self.places_of(params)]
         if now == before:
             return []
         pairs = enumerate(zip(now, before, strict=True))
@@ -233,8 +229,7 @@ class UnitStore:
     def fetch(self, number: int) -> None:
         """Start to bring what the update of chunk ``number`` needs."""
         for chunk in (self.param, self.states[number], self.grad.chunks[number]):
-            if chunk.is_away:
-                chunk.fetch()
+            chunk.fetch()
 
     def update(self, number: int, step: Step) -> None:
         """Update chunk ``number``."""
@@ -245,7 +240,8 @@ class UnitStore:
         """Update ``fields`` (a chunk's, or a copy) by the gradient of chunk ``number``."""
         grad = self.grad.chunks[number].open()["grad"]
         for run, index in self.runs(number):
-            part = {name: field[run] for name, field in fields.items()}
+            is_all = run == slice(0, len(grad))
+            part = fields if is_all else {name: field[run] for name, field in fields.items()}
             options, count = step.options[id(self.groups[index])], self.steps[index] + 1
             factor = step.scale * self.grad.factors[index]
             self.rule.update(self.codec, part, grad[run], options, count, factor)

@@ -125,7 +125,7 @@ def reduce(rows: Tensor, out: Tensor) -> None:
 
 def flatten(tensors: Sequence[Tensor], flat: Tensor, bounds: Sequence[int]) -> None:
     """Each tensor, and zeros, into its region of ``flat``: from one of ``bounds`` to the next."""
-    parts = list[Tensor]()
+    parts: list[Tensor] = []
     for tensor, start, stop in zip(tensors, bounds[::2], bounds[1::2], strict=True):
         parts.append(tensor.reshape(-1))
         if gap := stop - start - tensor.numel():

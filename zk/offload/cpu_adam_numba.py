@@ -373,9 +373,9 @@ def adam(fields: Iterable[Tensor | None], step: AdamStep, num_threads: int) -> N
 
 def sum_of_squares(grad: Tensor, num_threads: int) -> float:
     """The sum of squares of ``grad`` (n,) in float64, the same for any number of threads."""
-    array, partial = _array(grad), np.zeros(-(-grad.numel() // BLOCK))
-    if len(partial) < 2:
+    array, blocks = _array(grad), -(-grad.numel() // BLOCK)
+    if blocks < 2:
         return float(_sum_of_squares_block(array))
-    parallel = _sum_of_squares_parallel
+    parallel, partial = _sum_of_squares_parallel, np.zeros(blocks)
     _launch(parallel.py_func, parallel, num_threads, array, partial)
     return float(partial.sum())

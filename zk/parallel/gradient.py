@@ -35,13 +35,14 @@ class Gradient:
     def __init__(self, store: UnitStore, chunks: list[Chunk]) -> None:
         self.store, self.unit, self.layout, self.chunks = store, store.unit, store.layout, chunks
         self.me = weakref.ref(self)
+        self.none = torch.empty(0, dtype=self.unit.dtype, device=self.unit.device)
         self.sums_each = False  # sums of squares are asked for by parameter
         self.is_taken = False  # this rank's shard is on its tier
         self.drop()
 
     def drop(self) -> None:
         """Free the values, which were used or are not wanted, and begin without a gradient."""
-        for chunk in self.chunks if self.is_taken else ():
+        for chunk in self.chunks:
             chunk.drop()
         count = len(self.unit.params)
         self.is_taken = False
@@ -63,30 +64,28 @@ class Gradient:
         """Take what is new in ``param.grad``, in the unit's dtype; add it in fp32 to what is here."""
         self.store.wait()  # an update in flight uses what is here
         unit, new = self.unit, self.look()
-        if all(grad is None for grad in new):
+        if not new:
             return
         self.settle()
         missing = self.scale / self.layout.reducer.loss_scale  # a factor of what users have assigned
         is_sum = self.local is not None or missing != 1.0
         bucket = empty(unit.numel, torch.float32 if is_sum else unit.dtype, unit.device)
-        none = bucket.new_empty(0, dtype=unit.dtype)  # as the others
-        if unit.is_contiguous:
-            flat = [none if g is None else g.detach().contiguous() for g in new]
-        else:
-            flat = [none if g is None else unit.flat(i, g.detach()) for i, g in enumerate(new)]
+        flat = [self.none] * len(unit.params)
+        for index, grad in new.items():
+            grad = grad.detach()
+            flat[index] = grad.contiguous() if unit.is_contiguous else unit.flat(index, grad)
         reference.unchecked("flatten", unit.device)(flat, bucket, unit.regions)
         if missing != 1.0:
             bucket.mul_(missing)
         self.local = bucket if self.local is None else bucket.add_(self.local)
-        self.leave([old or g is not None for old, g in zip(self.present, new, strict=True)])
+        self.leave([old or index in new for index, old in enumerate(self.present)])
 
-    def look(self) -> list[Tensor | None]:
+    def look(self) -> dict[int, Tensor]:
         """What is new in ``param.grad``; what users have removed there, or replaced, is forgotten."""
-        new: list[Tensor | None] = []
+        new: dict[int, Tensor] = {}
         removed = []
         for index, (param, mark) in enumerate(zip(self.unit.params, self.marks, strict=True)):
             grad = param.grad
-            new.append(None if grad is mark else grad)
             if grad is mark:
                 continue
             if isinstance(grad, Left):
@@ -96,6 +95,8 @@ class Gradient:
                     f"the gradient of {self.unit.names[index]!r} is sparse, and zk reduces dense "
                     "ones: use sparse=False"
                 )
+            if grad is not None:
+                new[index] = grad
             if mark is not None and index not in self.added:
                 removed.append(index)
         for index in removed:
@@ -108,8 +109,8 @@ class Gradient:
 
     def settle(self) -> None:
         """Multiply values by the factors that were noted: others are about to be added."""
-        for index, factor in [(i, f) for i, f in enumerate(self.factors) if f != 1.0]:
-            for piece, _ in self.pieces(index):
+        for index, factor in enumerate(self.factors):
+            for piece, _ in self.pieces(index) if factor != 1.0 else ():
                 piece.mul_(factor)
             self.factors[index] = 1.0
 
@@ -130,7 +131,7 @@ class Gradient:
     def take(self, shard: Tensor) -> None:
         """Keep ``shard`` (shard,) on its tier, or add it in fp32 to what is there."""
         for number, (chunk, bound) in enumerate(zip(self.chunks, self.store.bounds, strict=True)):
-            values = shard[bound]
+            values = shard if len(self.chunks) == 1 else shard[bound]
             if self.is_taken:
                 values = chunk.load("grad", values.device, in_fp32).wait().add_(values)
             self.sum_squares(number, values)
@@ -139,11 +140,11 @@ class Gradient:
 
     def sum_squares(self, number: int, values: Tensor) -> None:
         """Note the sum of squares of chunk ``number``, or of each parameter in it."""
-        places = [(ALL, slice(None))]
+        parts = {ALL: values}
         if self.sums_each:
-            places = [(index, here) for index, here, _ in self.store.within(number)]
+            parts = {index: values[here] for index, here, _ in self.store.within(number)}
         threads = self.layout.num_threads
-        self.squares[number] = {i: sum_of_squares(values[here], threads) for i, here in places}
+        self.squares[number] = {i: sum_of_squares(part, threads) for i, part in parts.items()}
 
     def sum_of_squares(self, index: int | None = None) -> Any:
         """Of one parameter, or of all; a number, or a scalar tensor on a GPU."""

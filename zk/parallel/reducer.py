@@ -89,8 +89,9 @@ class Reducer:
     @torch.no_grad()
     def collect_rest(self) -> None:
         """Collect what is in ``param.grad``, which has ``loss_scale``."""
-        for store in self.waiting:
-            store.grad.collect()
+        for store, missing in self.waiting.items():
+            if missing:  # else it was whole
+                store.grad.collect()
 
     @torch.no_grad()
     def reduce(self, store: UnitStore) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +28,7 @@ from zk.unit import Unit
 if TYPE_CHECKING:
     from zk.optimizer import Layout
 
+set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
 GATHERED_IN_BACKWARD = 3  # units beside those that are prefetched
 RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()  # of all optimizers that are open
 
@@ -66,16 +68,16 @@ class Runtime:
         if self.partitions or self.seams.used:
             handles += hooks_around(
                 unit.module,
-                lambda *_: self.before_forward(store),
-                lambda *_: self.after_forward(store),
+                partial(self.before_forward, store),
+                partial(self.after_forward, store),
             )
         if unit.is_trained:
             self.reducer.waiting[store] = len(unit.params)
             # weak, as the garbage collector does not see what a tensor's hooks refer to
             weak: Callable[[], Any] = weakref.ref(self)
             its: Callable[[], Any] = weakref.ref(store)
-            # disabled for a loop that is compiled whole, with its loss.backward()
-            on_grad = torch._dynamo.disable(lambda _: weak().on_grad(its()))
+            # a hook for a loop that is compiled whole, with its loss.backward()
+            on_grad = Hook(lambda _: weak().on_grad(its()))
             handles += [p.register_post_accumulate_grad_hook(on_grad) for p in unit.params]
 
     def attach_model(self, dtype: Any) -> None:
@@ -113,11 +115,11 @@ class Runtime:
 
     # ---- forward ---------------------------------------------------------------------------------
 
-    def before_forward(self, store: UnitStore) -> None:
+    def before_forward(self, store: UnitStore, *_: Any) -> None:
         self.enter()
         self.use(store)
 
-    def after_forward(self, store: UnitStore) -> None:
+    def after_forward(self, store: UnitStore, *_: Any) -> None:
         try:
             if not in_backward():  # there it was just computed again, and its backward follows
                 self.release(store)
@@ -153,9 +155,8 @@ class Runtime:
             saving.__enter__()
         except RuntimeError as error:
             raise RuntimeError(
-                "torch.func.grad, jvp and hessian of a model at stage 3, whose parameters "
-                "autograd must "
-                "not keep: use torch.autograd.grad, or stage 2; around zk.gather(params), "
+                "torch.func.grad, jvp and hessian of a model at stage 3, whose parameters autograd "
+                "must not keep: use torch.autograd.grad, or stage 2; around zk.gather(params), "
                 "torch.no_grad()"
             ) from error
         self.saving = saving
@@ -193,9 +194,10 @@ class Runtime:
             self.look_ahead(store, backward)
 
     def begin_gather(self, store: UnitStore, backward: bool) -> None:
-        if backward and store.full is None and store.gathering is None:
-            self.reducer.before_gather(store)
-        store.begin_gather()
+        if store.full is None and store.gathering is None:
+            if backward:
+                self.reducer.before_gather(store)
+            store.begin_gather()
 
     def gather(self, store: UnitStore, backward: bool = False) -> None:
         if store.full is None:
@@ -223,7 +225,7 @@ class Runtime:
             self.begin_gather(following, backward)
 
     def release(self, store: UnitStore) -> None:
-        if not self.partitions or self.held[store] or store not in self.gathered:
+        if not self.partitions or self.held.get(store) or store not in self.gathered:
             return
         del self.gathered[store]
         self.by_storage.pop(storage_of(store.full), None)
@@ -266,15 +268,12 @@ class Runtime:
                 raise RuntimeError("two threads run backward() at once: let one follow the other")
             self.ending, self.descending = current, get_ident()
             self.makes_graph = False
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self.end_of_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
 
     def on_grad(self, store: UnitStore) -> None:
         """A parameter's gradient is whole. With its last one a unit is released and reduced."""
         self.queue_end()
-        self.makes_graph = (
-            torch.is_grad_enabled()
-        )  # what a checkpoint computes again always has one
+        self.makes_graph = torch.is_grad_enabled()  # so has all that a checkpoint computes again
         waiting = self.reducer.waiting
         waiting[store] -= 1
         if not waiting[store]:
@@ -366,9 +365,13 @@ class Hook:
     def __init__(self, run: Callable[..., Any] | None) -> None:
         self.run = run
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @torch._dynamo.decorators.skip  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
-        return self.run and self.run(*args)
+        compiler = set_compiler(None)  # it looks into nothing that is called here
+        try:
+            return self.run and self.run(*args)
+        finally:
+            set_compiler(compiler)
 
     def __reduce__(self) -> Any:
         return Hook, (None,)
@@ -419,7 +422,6 @@ def kept(packed: tuple[Tensor, int]) -> Tensor:
         raise RuntimeError(
             f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an inplace "
             f"operation after forward saved it (version {version}, now {tensor._version}); write "
-            "to a "
-            "copy of it instead"
+            "to a copy of it instead"
         )
     return tensor
