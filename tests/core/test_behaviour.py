@@ -382,3 +382,12 @@ def test_a_field_of_an_add_on_is_gathered_by_its_name() -> None:
         with zk.gather(model.parameters(), kind="average") as averages, zk.gather(model.parameters()):
             for average, param in zip(averages, model.parameters(), strict=True):
                 torch.testing.assert_close(average, param / 2)
+
+
+def test_states_are_written_after_an_update_in_flight() -> None:
+    model = GPT()
+    store = zk.ZeroOptimizer(model, adamw(model), stage=2)._runtime.stores[0]
+    order: list[str] = []
+    store.updating = lambda: order.append("updated")
+    store.write("exp_avg", 0, torch.ones(()))
+    assert order == ["updated"] and store.read("exp_avg", 0).eq(1).all()

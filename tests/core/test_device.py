@@ -24,7 +24,7 @@ from tests.world import run_world
 from zk import memory, store
 from zk.kernels import reference
 from zk.offload import tiers as link_module
-from zk.offload.tiers import CudaLink, HostChunk, Tier, link_to
+from zk.offload.tiers import CPU, CudaLink, HostChunk, Tier, link_to
 
 if not softgpu.installed():
     pytest.skip("for the software GPU (pytest -p tests.softgpu.plugin)", allow_module_level=True)
@@ -121,6 +121,35 @@ def test_a_value_made_beside_compute_is_freed_after_what_compute_does_with_it() 
     for _ in range(2):
         chunk.load("param", DEVICE, lambda values: values + 1).wait().mul_(2)
     assert softgpu.found() == []
+
+
+def test_what_is_read_beside_compute_is_not_used_again_before() -> None:
+    link = link_to(DEVICE)
+    for _ in range(3):
+        arrival = link.beside(torch.ones(1 << 16, device=DEVICE), lambda values: values + 1)
+        torch.full((1 << 16,), 7.0, device=DEVICE)  # the next memory of compute
+        assert arrival.wait().eq(2).all()
+
+
+def test_what_was_made_on_another_stream_is_not_used_again_before_its_copy() -> None:
+    link, side = link_to(DEVICE), torch.cuda.Stream()
+    host = memory.empty(1 << 16, torch.float32, CPU, link)
+    for value in range(1, 4):
+        with torch.cuda.stream(side):
+            event = link.offload(host, torch.full((1 << 16,), float(value), device=DEVICE))
+        link.follow(event)
+        with torch.cuda.stream(side):
+            torch.full((1 << 16,), 7.0, device=DEVICE)
+        event.wait()
+        assert host.eq(value).all()
+
+
+def test_memory_is_unlocked_after_copies_of_it() -> None:
+    link, host = link_to(DEVICE), memory.aligned(1 << 20)
+    link.pin(host)
+    event = link.offload(host, torch.ones(1 << 20, dtype=torch.uint8, device=DEVICE))
+    link.unpin(host)
+    assert event.done and host.eq(1).all()
 
 
 @pytest.mark.races
