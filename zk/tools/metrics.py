@@ -68,14 +68,13 @@ class Rates:
 
     def restart(self) -> None:
         """Begin an interval now: the time since the last one was not spent training."""
-        self.tokens = 0  # of all ranks in this interval; the training loop counts them
         self.taken = 0  # steps
         self.before, self.waited = self._read(), WAITED.copy()
         self.start = time.perf_counter()
 
     def _read(self) -> Counter[str]:
         optimizer = self.optimizer()
-        return Counter() if optimizer is None else counts_of(optimizer)
+        return counts_of(optimizer) if optimizer else Counter()
 
     def _count(self) -> None:
         """A step has been taken; it is another than the next one where a checkpoint was loaded."""
@@ -87,11 +86,10 @@ class Rates:
     def take(self) -> dict[str, float]:
         """The rates of the interval that ends now; those of the last one if there was no step in it.
 
-        ``step_s``; ``tokens_per_s`` where ``tokens`` were counted; ``wait_share`` of the time, and by
-        reason ``wait_drive_share``, ``wait_link_share``, ``wait_ranks_share``, ``wait_update_share``;
-        ``drive_gbps`` read and written; ``prefetch_hit_rate``; ``peak_host_gib`` of the process and
-        ``peak_device_gib`` of torch, since the start. Shares are of 1. What does not apply is left
-        out.
+        ``step_s``; ``wait_share`` of the time, and by reason ``wait_drive_share``,
+        ``wait_link_share``, ``wait_ranks_share``, ``wait_update_share``; ``drive_gbps`` read and
+        written; ``prefetch_hit_rate``; ``peak_host_gib`` of the process and ``peak_device_gib`` of
+        torch, since the start. Shares are of 1. What does not apply is left out.
         """
         optimizer = self.optimizer()
         if not self.taken or optimizer is None:
@@ -104,7 +102,6 @@ class Rates:
         waits = {f"wait_{what}_share": ns / 1e9 / seconds for what, ns in waited if ns > 1e6}
         some = {
             "prefetch_hit_rate": moved["prefetch_hits"] / max(moved["gathers"], 1),
-            "tokens_per_s": self.tokens / seconds,
             "drive_gbps": (moved["fetched_nbytes"] + moved["evicted_nbytes"]) / seconds / 1e9,
         }
         self.last = {

@@ -164,7 +164,8 @@ def placed_sizes(model: nn.Module, dtype: Any, state_dtype: str, ranks: int) -> 
     kept, sizes = StateDtype(state_dtype), []
     for unit in units_of(model, dtype):
         unit.lay_out(ranks, ranks)
-        fields = kept.codec(unit, adam.codec(unit.dtype)).fields if unit.is_trained else {}
+        is_kept = unit.is_trained and kept.is_for(unit, adam.inner)
+        fields = kept.codec(unit, adam.codec(unit.dtype)).fields if is_kept else {}
         sizes.append(Size.of(unit, fields, model))
     return sizes
 
@@ -250,7 +251,7 @@ class Plan:
     state_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        StateDtype(self.state_dtype)  # which refuses what it does not know
+        self.row(next(self.choices()))  # which refuses what no choice can have
 
     @property
     def near(self) -> str:
@@ -294,7 +295,7 @@ class Plan:
 
     def choices(self) -> Iterator[ZeroConfig]:
         """Every sensible stage and tiers, those that are near first."""
-        has_gpu, has_drive = self.near == "device", self.machine.nvme_nbytes > 0
+        has_gpu, has_drive = self.near == "device", self.machine.nvme_nbytes
         there = {"device": has_gpu, "host": True, "nvme": has_drive, "auto": has_gpu}
         for stage, param, state in (way for way in WAYS if there[way[2]]):
             if self.machine.world == 1 and param == "device" and stage != 2:
