@@ -137,8 +137,8 @@ class Seams:
         """Hear of more add-ons from now on."""
         self.addons += addons
         for name in NAMES:
-            kinds = ((addon, getattr(type(addon), name)) for addon in self.addons)
-            own = [addon for addon, method in kinds if method is not getattr(Addon, name)]
+            neutral = getattr(Addon, name)
+            own = [addon for addon in self.addons if getattr(type(addon), name) is not neutral]
             setattr(self, name, tuple(getattr(addon, name) for addon in own))
 
     def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
@@ -153,8 +153,7 @@ class Seams:
 
     def first(self, name: str) -> Any:
         """The one answer that is not None; RuntimeError if two add-ons give one."""
-        answers = {type(method.__self__).__name__: method() for method in getattr(self, name)}
-        found = {who: answer for who, answer in answers.items() if answer is not None}
+        found = {type(m.__self__).__name__: a for m in getattr(self, name) if (a := m()) is not None}
         if len(found) > 1:
             raise RuntimeError(f"{' and '.join(found)} each decide {name!r}; remove all but one")
         return next(iter(found.values()), None)
@@ -218,6 +217,6 @@ def make(options: dict[str, Any]) -> list[Addon]:
 
     TypeError for an option without its file.
     """
-    asked = {name: value for name, value in options.items() if value not in (None, False)}
     always = [found(name, ALWAYS, ImportError)() for name in ALWAYS]
-    return always + [found(name, OPTIONS, TypeError)(value) for name, value in asked.items()]
+    asked = [(name, value) for name, value in options.items() if value is not None]
+    return always + [found(name, OPTIONS, TypeError)(v) for name, v in asked if v is not False]

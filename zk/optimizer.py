@@ -423,7 +423,7 @@ def check_types(model: Any, optimizer: Any, config: Any) -> list[torch.optim.Opt
     """The optimizers, after a check that all is what it is called."""
     require(
         config is None or isinstance(config, ZeroConfig),
-        f"config must be a zk.ZeroConfig, or give stage=2 and such; got {config!r}",
+        f"config must be a zk.ZeroConfig (zk.ZeroConfig.from_deepspeed makes one); got {config!r}",
         TypeError,
     )
     is_swapped = isinstance(model, torch.optim.Optimizer)

@@ -391,3 +391,33 @@ def test_states_are_written_after_an_update_in_flight() -> None:
     store.updating = lambda: order.append("updated")
     store.write("exp_avg", 0, torch.ones(()))
     assert order == ["updated"] and store.read("exp_avg", 0).eq(1).all()
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_gather_shows_and_changes_what_was_assigned(stage: int) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=stage)
+    before = optimizer.consolidated_state_dict()["weight"]
+    model(torch.ones(2, 4)).sum().backward()
+    model.weight.grad = torch.ones(4, 4)
+    with zk.gather(model.weight, kind="grad", write=True) as (grad,):
+        assert grad.eq(1).all()
+        grad.add_(1)
+    assert model.weight.grad.eq(2).all()
+    model.weight.grad = torch.full((4, 4), 3.0)
+    with zk.gather(model.weight, kind="grad") as (grad,):
+        assert grad.eq(3).all()
+    optimizer.step()
+    assert torch.equal(optimizer.consolidated_state_dict()["weight"], before - 3)
+
+
+def test_torchs_clip_takes_sums_in_fp32_at_every_stage() -> None:
+    def norm(stage: int) -> float:
+        torch.manual_seed(0)
+        model = GPT()
+        optimizer = zk.ZeroOptimizer(model, adamw(model), stage=stage, dtype="bf16")
+        for seed in range(3):
+            optimizer.backward(loss_of(model, batch(seed)))
+        return float(clip_grad_norm_(model.parameters(), 0.1))
+
+    assert len({norm(stage) for stage in (0, 1, 2, 3)}) == 1

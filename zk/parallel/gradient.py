@@ -190,7 +190,7 @@ class Gradient:
 
     def meet(self) -> None:
         """Reduce what is on this rank, as all ranks look at gradients together (stage 1, no_sync)."""
-        if self.local is not None and self.layout.comm.size > 1 and not in_backward():
+        if self.local is not None and not in_backward():
             self.layout.reducer.settle()
 
     def write(self, index: int, value: Tensor) -> None:
