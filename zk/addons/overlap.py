@@ -8,11 +8,11 @@ core: the seams ``check``, ``updater``, ``updated``; ``UnitStore.updating``,
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zk.addon import Addon
+from zk.addon import Addon, found
 
 if TYPE_CHECKING:
     from zk.addon import Update
@@ -22,9 +22,14 @@ if TYPE_CHECKING:
 
 
 class Overlap(Addon):
+    def __new__(cls, value: bool | str) -> Any:
+        name, file = "overlap_step='backward'", "zk.addons.backward:Backward"
+        other = found(name, {name: file}, TypeError) if value == "backward" else None
+        return other() if other else super().__new__(cls)
+
     def __init__(self, value: bool) -> None:
         if value is not True:
-            raise ValueError(f"overlap_step must be True or False; got {value!r}")
+            raise ValueError(f"overlap_step must be True, 'backward' or False; got {value!r}")
         self.executor = ThreadPoolExecutor(1, "zk-update")
         self.pending: dict[UnitStore, Future[None]] = {}
 

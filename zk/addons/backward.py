@@ -1,0 +1,135 @@
+"""``overlap_step="backward"``: a unit's update begins as its gradient is reduced; the same bits.
+
+A thread updates a shadow of the unit's states, as if nothing were clipped. ``step()`` takes it if
+all is as supposed; if not, it updates the unit itself. Shadows take what the host's budget leaves.
+Uses of the core: the seams ``check``, ``reduced``, ``changing``, ``before_step``, ``updater``,
+``closed``; ``UnitStore.apply``, ``update``, ``fetch``; ``Gradient.squares``, new for new values;
+``Placement``, ``Chunk.fields``, ``Drive.acquire``.
+"""
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
+from copy import copy, deepcopy
+from typing import Any
+
+import torch
+
+from zk.addon import Addon
+from zk.logs import require
+from zk.memory import host_memory, zeros
+from zk.offload.drive import FileChunk
+from zk.offload.rules import AdamRule, StepRule
+from zk.offload.tiers import CPU, Chunk, Fields, HostChunk
+from zk.optimizer import ZeroOptimizer, options_of
+from zk.placement import Placement, Size
+from zk.store import Step, UnitStore
+
+
+class Backward(Addon):
+    def __init__(self) -> None:
+        self.executor = ThreadPoolExecutor(1, "zk-update")
+        self.last: Any = self.executor.submit(bool)  # of all that it was asked for
+        self.shadows: dict[UnitStore, list[Fields]] = {}  # by chunk; none where there is no room
+        self.attempts: dict[UnitStore, Any] = {}  # the unit as it was, the supposed step, a Future
+        self.counts, self.expected = Counter[Any](), Counter[Any]()  # reductions now, and before
+
+    def check(self, model: Any, optimizers: object, config: Any) -> None:
+        near = config.device or next(model.parameters()).device
+        said = "overlap_step='backward' on GPUs needs optimizer_tier='host' or 'nvme'; got 'device'"
+        require(config.optimizer_tier != "device" or near.type == "cpu", said)
+
+    def attach(self, optimizer: ZeroOptimizer) -> None:
+        self.optimizer, config, layout = optimizer, optimizer.config, optimizer._layout
+        size = [Size.of(s.unit, s.codec.fields, optimizer.model) for s in optimizer._runtime.stores]
+        placement = Placement(config, size, layout.comm.size, layout.device == CPU)
+        used: Any = placement.by_memory(placement.footprint([*layout.places.values()]))["host"]
+        room = (config.host_budget or used + host_memory()[1] // 2 // layout.comm.size) - used
+        for store in reversed(optimizer._trained):  # in the order of backward
+            is_here = type(store.states[0]) in (Chunk, HostChunk, FileChunk)
+            is_here &= type(store.rule) in (AdamRule, StepRule)  # others may send what they make
+            is_here &= store.param.device == store.states[0].device == CPU
+            pairs = [("param", store.unit.dtype), *store.codec.fields.items()]
+            nbytes = store.unit.shard_numel * sum(dtype.itemsize for _, dtype in pairs)
+            chunks = store.states * (is_here and nbytes <= room)
+            room -= nbytes * bool(chunks)
+            self.shadows[store] = [{n: zeros(c.numel, d, CPU) for n, d in pairs} for c in chunks]
+
+    def reduced(self, store: UnitStore) -> None:
+        """Begin, if there were as many reductions as before the last step."""
+        self.changing(store, 0)
+        self.counts[store] += 1
+        if self.counts[store] == self.expected[store] and self.shadows.get(store):
+            options = {id(group): options_of(group) for group in store.groups}
+            step = Step(1.0 / self.optimizer._scaler.scale, options)
+            twin, grad, rule = copy(store), copy(store.grad), copy(store.rule)  # as they are now
+            twin.grad, twin.rule, grad.factors = grad, rule, [*grad.factors]
+            grad.squares, vars(rule)["known"] = [*grad.squares], deepcopy(vars(rule).get("known"))
+            done = self.last = self.executor.submit(self.make, twin, self.shadows[store], step)
+            self.attempts[store] = twin, step, done
+
+    @torch.no_grad()
+    def make(self, twin: UnitStore, shadows: list[Fields], step: Step) -> None:
+        for number, shadow in enumerate(shadows):
+            twin.fetch(min(number + 1, len(shadows) - 1))
+            with twin.open(number, changed=False) as fields:
+                for name, field in fields.items():
+                    shadow[name].copy_(field)
+            twin.apply(number, shadow, step)
+
+    def changing(self, store: UnitStore, number: int) -> None:
+        for *_, done in filter(None, [self.attempts.pop(store, None)]):
+            done.cancel()
+
+    def before_step(self) -> None:
+        for *_, done in [*self.attempts.values()]:
+            done.cancel()  # what has not begun is less work in place
+        wait([self.last])  # and those before it
+
+    def closed(self) -> None:
+        self.shadows.clear()
+
+    def updater(self) -> Any:
+        return self.run
+
+    def run(self, stores: list[UnitStore], step: Step) -> None:
+        self.before_step()  # at stage 1 some have begun since
+        factors = {factor for store in stores for factor in store.grad.factors}
+        is_clipped = {*factors, step.scale / (1.0 / self.optimizer._scaler.scale)} != {1.0}
+        self.expected, self.counts = Counter() if is_clipped else self.counts, Counter()
+        right = [s for s, attempt in self.attempts.items() if self.is_right(s, step, *attempt)]
+        for store in right:
+            vars(store)["update"] = lambda number, step, store=store: self.take(store, number, step)
+            vars(store)["fetch"] = lambda _, param=store.param: param.fetch()
+        try:
+            self.optimizer._update_now(stores, step)
+        finally:
+            for store in right:
+                del vars(store)["update"], vars(store)["fetch"]
+
+    def is_right(self, store: UnitStore, step: Step, twin: Any, supposed: Step, done: Any) -> bool:
+        """Tell if a unit's shadow is what its update would make."""
+        old, new = twin.grad, store.grad
+        same = all(step.options[key] == value for key, value in supposed.options.items())
+        same &= (supposed.scale, old.factors, old.present) == (step.scale, new.factors, new.present)
+        same &= [*map(id, old.squares)] == [*map(id, new.squares)]
+        return same and not done.cancelled() and done.exception() is None
+
+    def take(self, store: UnitStore, number: int, step: Step) -> None:
+        """Make the shadow of chunk ``number`` the unit's states."""
+        chunk, shadow = store.states[number], self.shadows[store][number]
+        for changing in store.layout.seams.changing:
+            changing(store, number)
+        for _, index in store.runs(number):  # as each follows from the one before
+            store.rule.numbers(step.options[id(store.groups[index])], store.steps[index])
+        store.param.open(store.bounds[number])["param"].copy_(shadow["param"])
+        store.param.close(True, store.bounds[number])
+        if isinstance(chunk, FileChunk):
+            with chunk.lock:  # all of it is written: nothing is read
+                chunk.tier.acquire(chunk)
+                chunk.lay_out()
+            for name, field in chunk.open().items():
+                field.copy_(shadow[name])
+            chunk.close(True)
+        else:
+            before, chunk.fields = chunk.open(), {name: shadow[name] for name in chunk.fields}
+            shadow.update(before)
