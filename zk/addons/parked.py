@@ -1,0 +1,110 @@
+"""``with optimizer.parked(path):`` gives the memory of a run back; after it, bits are the same.
+
+Uses of the core: tensors of stores, gradients and chunks; ``UnitStore.updating``, for which all
+access waits, ``point``, ``changed``, ``take_back``; ``Runtime.broken``, ``release_all``;
+``ZeroOptimizer._settle`` and ``close``, which are replaced meanwhile.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_64
+
+from zk.logs import require
+from zk.memory import empty, trim
+from zk.offload.tiers import CPU, link_to
+from zk.optimizer import ZeroOptimizer
+from zk.parallel.runtime import storage_of
+
+
+class Parked:
+    """Inside, memory of parameters, masters, moments and gradients is free. Enter it on all ranks.
+
+    ``path``: a folder for all of it; None: what a device has goes to host memory. OSError without
+    room there; RuntimeError if all of it does not come back, and ``synchronize()`` tries again.
+    """
+
+    def __init__(self, optimizer: ZeroOptimizer, path: str | Path | None = None) -> None:
+        self.optimizer, self.path, self.is_inside = optimizer, path, False
+        self.runtime, self.stores = optimizer._runtime, optimizer._runtime.stores
+
+    def __enter__(self) -> None:
+        self.optimizer.synchronize()
+        with self.optimizer._layout.comm.together("parked()"):
+            self.save(self.optimizer._layout.device)
+        self.words = self.runtime.broken = "the optimizer is parked: leave 'with parked():' first"
+        vars(self.optimizer).update(_settle=self.refuse, close=self.refuse)
+        for place, name, *_ in self.tensors:
+            place[name] = torch.empty(0)
+        for store in self.stores:
+            store.point(None)
+            store.viewed, store.updating = store.released, self.refuse
+        trim()
+        torch.cuda.empty_cache()
+        self.is_inside = True
+
+    def save(self, device: torch.device) -> None:
+        """Write storages to a file, and note the tensors in them."""
+        is_all = self.path is not None
+        require(is_all or device.type != "cpu", "parked() of host memory needs path=, a folder")
+        require(not self.runtime.depth, "leave zk.gather and forward before parked()", RuntimeError)
+        self.runtime.release_all()
+        owners = [o for s in self.stores for o in (s, s.grad, s.param, *s.states, *s.grad.chunks)]
+        for owner in (link := link_to(device), *owners):
+            getattr(owner, "wait", bool)()  # until nothing moves
+        places = [place for o in owners for place in (vars(o), getattr(o, "fields", {}))]
+        named = [(place, *item) for place in places for item in place.items()]
+        found = [e for e in named if isinstance(e[2], Tensor) and (is_all or e[2].device != CPU)]
+        spans = [(storage_of(t), t.storage_offset() * t.itemsize, t.nbytes) for *_, t in found]
+        self.tensors = [(*e[:2], *s, e[2].dtype) for e, s in zip(found, spans, strict=True)]
+        self.file: Any = TemporaryFile(dir=self.path) if is_all else io.BytesIO()  # noqa: SIM115
+        self.sizes, self.digest = dict[int, Any](), xxh3_64()
+        for key, t in {storage_of(t): t for *_, t in found}.items():
+            numel = t.untyped_storage().nbytes() // t.itemsize
+            values = t.as_strided((numel,), (1,), 0).view(torch.uint8)
+            own = link if values.data_ptr() in getattr(link, "pinned", ()) else None
+            self.sizes[key] = len(values), t.device, own  # page-locked again
+            self.file.write(copied := values.cpu().numpy())
+            self.digest.update(copied)
+        self.file.flush()
+
+    def refuse(self, *_: Any, **__: Any) -> None:
+        """Refuse all inside; where memory has not come back, try again."""
+        require(not self.is_inside, self.words, RuntimeError)
+        self.__exit__()
+
+    @torch.inference_mode(False)
+    def __exit__(self, *_: Any) -> None:
+        self.is_inside, memory, digest = False, dict[int, Tensor](), xxh3_64()
+        vars(self.optimizer).pop("close", None)
+        try:
+            self.file.seek(0)
+            for key, (nbytes, device, link) in self.sizes.items():
+                values = empty(nbytes, torch.uint8, CPU, link)
+                self.file.readinto(values.numpy())
+                digest.update(values.numpy().data)
+                memory[key] = values.to(device)
+            require(digest.digest() == self.digest.digest(), "it reads as other bytes", OSError)
+        except Exception as error:
+            memory.clear()
+            self.words = self.runtime.broken = (
+                f"what was parked in {self.path or 'memory'} has not come back: {error!r}; it is "
+                "still there: free memory, and optimizer.synchronize() tries again"
+            )
+            raise RuntimeError(self.words) from error
+        for place, name, key, first, nbytes, dtype in self.tensors:
+            place[name] = memory[key][first : first + nbytes].view(dtype)
+        names = [store.unit.names[index] for store in self.stores for index in store.changed()]
+        for store in self.stores:
+            store.updating = None
+            store.take_back()
+        del vars(self.optimizer)["_settle"]
+        self.runtime.broken = ""
+        self.file.close()
+        require(not names, f"change {names[:1]} after parked(): within, it is lost", RuntimeError)
