@@ -37,6 +37,24 @@ def test_an_elementwise_optimizer_trains_what_plain_torch_trains(case: Case) -> 
     assert run_case(case) == ""
 
 
+@pytest.mark.parametrize("name", ["ASGD", "NAdam"])
+def test_numbers_follow_the_learning_rate_of_their_own_step(name: str) -> None:
+    def trained(is_wrapped: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = GPT()
+        inner = make_optimizer(name, list(model.parameters()))
+        optimizer: Any = zk.ZeroOptimizer(model, inner, stage=2) if is_wrapped else inner
+        for start in range(4):
+            loss_of(model, batch(start)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for group in inner.param_groups:
+                group["lr"] *= 0.5
+        return [param.detach().clone() for param in model.parameters()]
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+
+
 RANKS = [Case(stage=1, dtype="bf16", optimizer="NAdam", model="sometimes", steps=3)]
 
 

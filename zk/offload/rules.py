@@ -157,6 +157,7 @@ class StepRule(Rule):
             if after[name].data_ptr() != fields[name].data_ptr():
                 fields[name].copy_(after[name])
         codec.write(fields, {"master": master})
+        self.numbers(group, step)  # with this step's options
 
     def run(self, group: Group, param: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
         """Take the user's step() for one parameter; returns its state."""
