@@ -421,3 +421,26 @@ def test_torchs_clip_takes_sums_in_fp32_at_every_stage() -> None:
         return float(clip_grad_norm_(model.parameters(), 0.1))
 
     assert len({norm(stage) for stage in (0, 1, 2, 3)}) == 1
+
+
+@pytest.mark.parametrize("how", ("a graph", "an error"))
+def test_what_backward_has_left_is_collected(how: str) -> None:
+    def trained(is_wrapped: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = zk.ZeroOptimizer(model, inner, stage=2, units=[nn.Linear]) if is_wrapped else inner
+        loss = model(torch.ones(2, 4)).square().sum()
+        if how == "a graph":
+            loss.backward(create_graph=True)
+        else:
+            failing = model[0].weight.register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+            failing.remove()
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+        optimizer.step()
+        return [param.detach().clone() for param in model.parameters()]
+
+    assert all(map(torch.allclose, trained(True), trained(False)))

@@ -89,9 +89,8 @@ class Reducer:
     @torch.no_grad()
     def collect_rest(self) -> None:
         """Collect what is in ``param.grad``, which has ``loss_scale``."""
-        for store, missing in self.waiting.items():
-            if missing:  # else it was whole
-                store.grad.collect()
+        for store in self.waiting:
+            store.grad.collect()
 
     @torch.no_grad()
     def reduce(self, store: UnitStore) -> None:
