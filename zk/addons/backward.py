@@ -29,16 +29,13 @@ class Backward(Addon):
     def __init__(self) -> None:
         self.executor = ThreadPoolExecutor(1, "zk-update")
         self.last: Any = self.executor.submit(bool)  # of all that it was asked for
-        self.shadows: dict[
-            UnitStore, list[Fields]
-        ] = {}  # by chunk; none where there is no room
-        self.attempts: dict[
-            UnitStore, Any
-        ] = {}  # the unit as it was, the supposed step, a Future
-        self.counts, self.expected = (
-            Counter[Any](),
-            Counter[Any](),
-        )  # reductions now, and before
+        # by chunk; none where there is no room
+        self.shadows: dict[UnitStore, list[Fields]] = {}
+        # the unit as it was, the supposed step, a Future
+        self.attempts: dict[UnitStore, Any] = {}
+        # reductions since the last step, and before it
+        self.counts: Counter[UnitStore] = Counter()
+        self.expected: Counter[UnitStore] = Counter()
 
     def check(self, model: Any, optimizers: object, config: Any) -> None:
         near = config.device or next(model.parameters()).device
@@ -47,31 +44,20 @@ class Backward(Addon):
 
     def attach(self, optimizer: ZeroOptimizer) -> None:
         self.optimizer, config, layout = optimizer, optimizer.config, optimizer._layout
-        size = [
-            Size.of(s.unit, s.codec.fields, optimizer.model)
-            for s in optimizer._runtime.stores
-        ]
+        size = [Size.of(s.unit, s.codec.fields, optimizer.model) for s in optimizer._runtime.stores]
         placement = Placement(config, size, layout.comm.size, layout.device == CPU)
-        used: Any = placement.by_memory(placement.footprint([*layout.places.values()]))[
-            "host"
-        ]
-        room = (
-            config.host_budget or used + host_memory()[1] // 2 // layout.comm.size
-        ) - used
+        used: Any = placement.by_memory(placement.footprint([*layout.places.values()]))["host"]
+        room = (config.host_budget or used + host_memory()[1] // 2 // layout.comm.size) - used
         for store in reversed(optimizer._trained):  # in the order of backward
             is_here = type(store.states[0]) in (Chunk, HostChunk, FileChunk)
-            is_here &= type(store.rule) in (
-                AdamRule,
-                StepRule,
-            )  # others may send what they make
+            # other rules may send what they make
+            is_here &= type(store.rule) in (AdamRule, StepRule)
             is_here &= store.param.device == store.states[0].device == CPU
             pairs = [("param", store.unit.dtype), *store.codec.fields.items()]
             nbytes = store.unit.shard_numel * sum(dtype.itemsize for _, dtype in pairs)
             chunks = store.states * (is_here and nbytes <= room)
             room -= nbytes * bool(chunks)
-            self.shadows[store] = [
-                {n: zeros(c.numel, d, CPU) for n, d in pairs} for c in chunks
-            ]
+            self.shadows[store] = [{n: zeros(c.numel, d, CPU) for n, d in pairs} for c in chunks]
 
     def reduced(self, store: UnitStore) -> None:
         """Begin, if there were as many reductions as before the last step."""
@@ -80,19 +66,11 @@ class Backward(Addon):
         if self.counts[store] == self.expected[store] and self.shadows.get(store):
             options = {id(group): options_of(group) for group in store.groups}
             step = Step(1.0 / self.optimizer._scaler.scale, options)
-            twin, grad, rule = (
-                copy(store),
-                copy(store.grad),
-                copy(store.rule),
-            )  # as they are now
-            twin.grad, twin.rule, grad.factors = grad, rule, [*grad.factors]
-            grad.squares, vars(rule)["known"] = (
-                [*grad.squares],
-                deepcopy(vars(rule).get("known")),
-            )
-            done = self.last = self.executor.submit(
-                self.make, twin, self.shadows[store], step
-            )
+            twin = copy(store)  # as it is now
+            twin.grad, twin.rule = grad, rule = copy(store.grad), copy(store.rule)
+            grad.factors, grad.squares = [*grad.factors], [*grad.squares]
+            vars(rule)["known"] = deepcopy(vars(rule).get("known"))
+            done = self.last = self.executor.submit(self.make, twin, self.shadows[store], step)
             self.attempts[store] = twin, step, done
 
     @torch.no_grad()
@@ -122,19 +100,11 @@ class Backward(Addon):
     def run(self, stores: list[UnitStore], step: Step) -> None:
         self.before_step()  # at stage 1 some have begun since
         factors = {factor for store in stores for factor in store.grad.factors}
-        is_clipped = {*factors, step.scale / (1.0 / self.optimizer._scaler.scale)} != {
-            1.0
-        }
+        is_clipped = {*factors, step.scale / (1.0 / self.optimizer._scaler.scale)} != {1.0}
         self.expected, self.counts = Counter() if is_clipped else self.counts, Counter()
-        right = [
-            s
-            for s, attempt in self.attempts.items()
-            if self.is_right(s, step, *attempt)
-        ]
+        right = [s for s, attempt in self.attempts.items() if self.is_right(s, step, *attempt)]
         for store in right:
-            vars(store)["update"] = lambda number, step, store=store: self.take(
-                store, number, step
-            )
+            vars(store)["update"] = lambda number, step, store=store: self.take(store, number, step)
             vars(store)["fetch"] = lambda _, param=store.param: param.fetch()
         try:
             self.optimizer._update_now(stores, step)
@@ -142,14 +112,10 @@ class Backward(Addon):
             for store in right:
                 del vars(store)["update"], vars(store)["fetch"]
 
-    def is_right(
-        self, store: UnitStore, step: Step, twin: Any, supposed: Step, done: Any
-    ) -> bool:
+    def is_right(self, store: UnitStore, step: Step, twin: Any, supposed: Step, done: Any) -> bool:
         """Tell if a unit's shadow is what its update would make."""
         old, new = twin.grad, store.grad
-        same = all(
-            step.options[key] == value for key, value in supposed.options.items()
-        )
+        same = all(step.options[key] == value for key, value in supposed.options.items())
         same &= (supposed.scale, old.factors, old.present) == (
             step.scale,
             new.factors,
@@ -164,9 +130,7 @@ class Backward(Addon):
         for changing in store.layout.seams.changing:
             changing(store, number)
         for _, index in store.runs(number):  # as each follows from the one before
-            store.rule.numbers(
-                step.options[id(store.groups[index])], store.steps[index]
-            )
+            store.rule.numbers(step.options[id(store.groups[index])], store.steps[index] + 1)
         store.param.open(store.bounds[number])["param"].copy_(shadow["param"])
         store.param.close(True, store.bounds[number])
         if isinstance(chunk, FileChunk):
@@ -177,8 +141,6 @@ class Backward(Addon):
                 field.copy_(shadow[name])
             chunk.close(True)
         else:
-            before, chunk.fields = (
-                chunk.open(),
-                {name: shadow[name] for name in chunk.fields},
-            )
+            before = chunk.open()
+            chunk.fields = {name: shadow[name] for name in before}
             shadow.update(before)
