@@ -281,7 +281,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         jobs = [(store, number) for store in stores for number in range(len(store.bounds))]
         try:
             for position, (store, number) in enumerate(jobs):
-                for other, following in jobs[position and position + AHEAD : position + AHEAD + 1]:
+                first = position + AHEAD if position else 0  # all that are ahead of the first job
+                for other, following in jobs[first : position + AHEAD + 1]:
                     other.fetch(following)
                 store.update(number, step)
                 if number == len(store.bounds) - 1:

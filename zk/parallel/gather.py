@@ -82,7 +82,8 @@ def gathered_states(
         kinds = places[param][0].kinds if param in places else ["no ZeroOptimizer"]
         if kind not in kinds:
             raise ValueError(f"zk.gather: a parameter has no {kind!r}: it has {', '.join(kinds)}")
-    for store, _ in places.values() if kind == "grad" else ():
+    stores = dict.fromkeys(store for store, _ in places.values())
+    for store in stores if kind == "grad" else ():
         store.grad.collect()  # what users have assigned
     values = [store.read(kind, index) for store, index in map(places.__getitem__, wanted)]
     with torch.enable_grad():
@@ -91,5 +92,5 @@ def gathered_states(
         store, index = places[param]
         store.layout.comm.broadcast(store.unit.name, value)
         store.write(kind, index, value)
-    for store in dict.fromkeys(store for store, _ in places.values() if write):
+    for store in stores if write else ():
         store.publish()
