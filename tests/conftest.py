@@ -6,6 +6,7 @@ Where tests run in several processes (`make test`), torch in each of them, and i
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -61,6 +62,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def engine_found_anew() -> Iterator[None]:
+    """The engine of the CPU update is chosen once in a process: what one test chose must not meet ranks that the next one starts.
+
+    Set up before all others, it ends after them: the environment is the process's own again.
+    """
+    yield
+    if cpu_adam := sys.modules.get("zk.offload.cpu_adam"):
+        cpu_adam.default_engine.cache_clear()
 
 
 @pytest.fixture
