@@ -1,0 +1,31 @@
+"""What hangs on the seams: a module is imported when it is first used.
+
+A line, and its file, may be deleted: its option is an error then, which names the file.
+"""
+
+OPTIONS = {  # option -> "module:class"
+    "overlap_step": "zk.addons.overlap:Overlap",
+    "state_dtype": "zk.addons.state_dtype:StateDtype",
+    "announce": "zk.addons.announced:Announced",
+}
+ALWAYS = {  # "module:class" of add-ons that every optimizer has
+    "promised": "zk.addons.promised:Promised",
+    "checked": "zk.addons.checked:Checked",
+    "handed_over": "zk.addons.handed_over:HandedOver",
+    "module_states": "zk.addons.module_states:ModuleStates",
+    "compared": "zk.addons.compared:Compared",
+    "partitioned": "zk.addons.partitioned:Partitioned",
+    "checksums": "zk.addons.checksums:Checksums",
+    "slow_products": "zk.addons.slow_products:SlowProducts",
+    "shown": "zk.tools.summary:Shown",
+}
+METHODS = {  # name of a method of ZeroOptimizer -> "module:function"
+    "from_deepspeed": "zk.integrations.deepspeed:from_deepspeed",  # of ZeroConfig
+    "save_checkpoint": "zk.checkpoint.save:save_checkpoint",
+    "load_checkpoint": "zk.checkpoint.load:load_checkpoint",
+    "consolidated_state_dict": "zk.checkpoint.export:consolidated_state_dict",
+    "parked": "zk.addons.parked:Parked",
+    "metrics": "zk.tools.metrics:metrics",
+    "summary": "zk.tools.summary:summary",
+    "_described": "zk.tools.summary:described",
+}
