@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -58,3 +60,23 @@ def test_a_changed_byte_ends_the_run(tmp_path: Path, faults: Faults) -> None:  #
     with pytest.raises(OSError, match="not what was written there"):
         for seed in range(3):
             step(model, optimizer, seed)
+
+
+@pytest.mark.parametrize("call", ("pwritev", "preadv"))
+def test_threads_of_one_block_do_not_disturb_each_other(call: str) -> None:
+    """Another thread may run wherever the garbage collector does, as finalizers are Python."""
+    checks = beside(mock.Mock(pwritev=lambda *_: ALIGN, preadv=lambda *_: ALIGN))
+    data = memoryview(bytearray(ALIGN))
+    parts = checks.parts[0, 0] = {start: (start + 1, 0) for start in range(ALIGN, ALIGN + 5000)}
+
+    def other_thread(phase: str, info: object) -> None:
+        parts[next(reversed(parts)) + 1] = parts.pop(next(iter(parts)))
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(other_thread)
+    gc.set_threshold(20)
+    try:
+        getattr(checks, call)(0, [data], 0)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(other_thread)

@@ -29,7 +29,7 @@ class Checksums(Addon):
 
     def pwritev(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
         parts = self.parts.setdefault((descriptor, offset // file.BLOCK_NBYTES), {})
-        for start, (stop, _) in list(parts.items()):
+        for start, (stop, _) in parts.copy().items():  # in one go: other threads write to it
             if start < offset + len(buffers[0]) and offset < stop:
                 parts.pop(start, None)
         moved: int = self.system.pwritev(descriptor, buffers, offset)
@@ -39,7 +39,7 @@ class Checksums(Addon):
     def preadv(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
         moved: int = self.system.preadv(descriptor, buffers, offset)
         parts = self.parts.get((descriptor, offset // file.BLOCK_NBYTES), {})
-        for start, (stop, value) in list(parts.items()):
+        for start, (stop, value) in parts.copy().items():
             here = buffers[0][max(start - offset, 0) : max(min(stop - offset, moved), 0)]
             if len(here) == stop - start and checksum(here) != value:
                 raise OSError(
