@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,39 +54,59 @@ def test_an_add_on_hears_of_a_chunk_before_it_changes_and_of_who_waits_and_may_c
     assert listening.heard == [("model", 0, 1.0), "synchronized"] and model.weight.item() == 0.5
 
 
-REFUSED = """
+WALK = """
+import os, sys
+from pathlib import Path
 import torch
 from torch import nn
-import zk
+import zk, zk.addons
+from tests.core.test_quick import CASES
+from tests.parity import run_case
 from zk import addon
 
-for name in addon.OPTIONS:
+OTHER = {"zk.addons.backward": [("overlap_step", "backward")]}  # values that have a file of their own
+
+def without(module):
+    sys.modules[module] = None
+    left = [name for name, place in addon.ALWAYS.items() if place.startswith(module + ":")]
+    for name in left:
+        del addon.ALWAYS[name]
     model = nn.Linear(2, 2)
-    weight = model.weight.data_ptr()
-    try:
-        zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=3, **{name: True})
-    except TypeError as error:
-        print(error)
-    assert model.weight.data_ptr() == weight
+    weight, inner = model.weight.data_ptr(), torch.optim.AdamW(model.parameters())
+    options = [(name, True) for name, place in addon.OPTIONS.items() if place.startswith(module + ":")]
+    for name, value in options + OTHER.get(module, []):
+        try:
+            zk.ZeroOptimizer(model, inner, stage=3, **{name: value})
+            raise SystemExit(f"{name} was not refused")
+        except TypeError as error:
+            assert name in str(error) and f"is in {module}, which is not there" in str(error), error
+        assert model.weight.data_ptr() == weight
+    for case in CASES:
+        if not any(getattr(case, name, None) for name, _ in options):
+            assert run_case(case) == "", case
+    optimizer = zk.ZeroOptimizer(model, inner, stage=3)
+    for name in [name for name, place in addon.METHODS.items() if place.startswith(module + ":")]:
+        try:
+            getattr(optimizer, name)()
+            raise SystemExit(f"{name} was not refused")
+        except AttributeError as error:
+            assert f"{name!r} is in {module}, which is not there" in str(error), error
+
+for file in sorted(Path(zk.addons.__file__).parent.glob("*.py")):
+    module = f"zk.addons.{file.stem}"
+    if file.stem == "__init__":
+        continue
+    assert module not in sys.modules or module == "zk.addons.promised", module  # it is imported when it is used
+    if (child := os.fork()) == 0:
+        without(module)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, module
+    print(module)
 """
 
 
-def test_without_its_file_an_option_is_refused_by_name_and_all_else_works(tmp_path: Path) -> None:
-    """In a copy of the tree, without the files of options."""
-    top = Path(__file__).resolve().parents[2]
-    for folder in ("zk", "tests"):
-        shutil.copytree(top / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(top / "setup.cfg", tmp_path)
-    modules = {name: place.partition(":")[0] for name, place in addon.OPTIONS.items()}
-    for module in set(modules.values()):
-        (tmp_path / (module.replace(".", "/") + ".py")).unlink()
-
-    def says(*arguments: str) -> str:
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300)
-        return f"{done.returncode} {done.stdout} {done.stderr}"
-
-    said = says("-c", REFUSED)
-    assert said.startswith("0 ") and all(f"'{name}' is in {module}, which is not there" in said for name, module in modules.items()), said
-    said = says("-m", "pytest", "-p", "no:benchmark", "-q", "-x", "tests/core/test_quick.py", "-k", "tied or checkpointed")
-    assert said.startswith("0 "), said
+def test_without_any_one_of_the_files_the_core_trains_and_its_option_is_refused_by_name() -> None:
+    """Each in a process where it cannot be imported, and its line of the registry, where it has no option, is gone."""
+    environment = {**os.environ, "ZK_CPU_ADAM": "torch"}
+    done = subprocess.run([sys.executable, "-c", WALK], env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0 and "zk.addons.parked" in done.stdout, done.stdout + done.stderr
