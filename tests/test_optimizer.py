@@ -8,6 +8,7 @@ import math
 import operator
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -514,6 +515,24 @@ def test_wrapping_twice_is_refused_until_the_first_is_closed() -> None:
     optimizer.close()
     with wrap(model) as again:
         step(model, again)
+
+
+@pytest.mark.parametrize("tier", ("host", "nvme"))
+def test_a_frozen_model_needs_no_optimizer(tier: str, tmp_path: Path) -> None:
+    """A reference, a reward model, a teacher: forward alone, from any tier."""
+    with pytest.raises(TypeError, match="or None for a frozen model; got NoneType"):
+        zk.ZeroOptimizer(GPT(), None)
+    model = GPT().requires_grad_(False)
+    want = model(batch(0))
+    options: dict[str, Any] = {"stage": 3, "param_tier": tier, "optimizer_tier": "host", "nvme_path": str(tmp_path) if tier == "nvme" else None}
+    optimizer = zk.ZeroOptimizer(model, None, **options)
+    assert torch.equal(model(batch(0)), want)
+    with pytest.raises(RuntimeError, match="found no gradient"):
+        optimizer.step()
+    optimizer.close()
+    json = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    engine, *_ = zk.initialize(model=model, config=json)
+    assert torch.equal(engine(batch(0)), want)
 
 
 def test_step_without_backward_is_an_error() -> None:

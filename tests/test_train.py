@@ -182,7 +182,7 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
     more = ["--resume", str(tmp_path / "checkpoints"), "--data", str(tmp_path / "text")]
     assert "give the same --data" in here(tmp_path, *more, status=2)
     other = ["--model", "gpt:layers=1,width=32,heads=2", "--resume", "auto"]
-    assert "not there in this model" in here(tmp_path, *other, status=2)
+    assert "not in this model" in here(tmp_path, *other, status=2)
     assert "has no checkpoint" in here(tmp_path, "--resume", str(tmp_path / "model"), status=2)
     assert "step 6/6" in here(tmp_path / "new", "--resume", "auto")
 

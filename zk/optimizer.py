@@ -32,7 +32,7 @@ from zk.store import Step, UnitStore
 from zk.unit import Unit, blocks_of, chosen_blocks, find_units
 
 Inners = Sequence[torch.optim.Optimizer]
-Optimizers = torch.optim.Optimizer | Inners
+Optimizers = torch.optim.Optimizer | Inners | None
 AHEAD = 2  # chunks that are fetched while one is updated
 
 
@@ -114,7 +114,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Args:
         model: on its device. Its parameters become views of flat buffers.
-        optimizer: over its parameters, or a list of several; their param_groups stay live.
+        optimizer: over its parameters, or a list of several; their param_groups stay live. None: the
+            model is frozen (a reference, a teacher), and only its forward runs.
         config: a ZeroConfig; or give its fields by name.
 
     Raises:
@@ -431,12 +432,15 @@ def check_types(model: Any, optimizer: Any, config: Any) -> list[torch.optim.Opt
     hint = "; the arguments are swapped: ZeroOptimizer(model, optimizer)" * is_swapped
     words = f"model must be an nn.Module; got {type(model).__name__}{hint}"
     require(isinstance(model, nn.Module), words, TypeError)
+    if optimizer is None and not any(param.requires_grad for param in model.parameters()):
+        optimizer = torch.optim.SGD(model.parameters())  # a frozen model has no use for it
     optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
     require(optimizers, "the list of optimizers is empty; give at least one")
     for one in optimizers:
         words = "the optimizer is a ZeroOptimizer already; wrap torch's optimizer once"
         require(not isinstance(one, ZeroOptimizer), words)
-        words = f"optimizer must be a torch.optim.Optimizer, or several; got {type(one).__name__}"
+        words = "optimizer must be a torch.optim.Optimizer, or several, or None for a frozen model"
+        words = f"{words}; got {type(one).__name__}"
         require(isinstance(one, torch.optim.Optimizer), words, TypeError)
     return optimizers
 

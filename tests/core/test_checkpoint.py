@@ -503,8 +503,8 @@ def test_whatever_is_altered_cut_short_or_missing_is_found_and_changes_nothing(
     [
         ({"kind": torch.optim.SGD}, "has .'master', 'exp_avg', 'exp_avg_sq'. of .* and this optimizer keeps .'master'.: make the same kind"),
         ({"inner": {"amsgrad": True}}, "and this optimizer keeps .'master', 'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'.: make the same kind"),
-        ({"variant": "tied"}, "head.weight|not there in this model|parameter groups"),
-        ({"layers": 3}, r"blocks\.2.* as not there"),
+        ({"variant": "tied"}, "head.weight|not in this model|parameter groups"),
+        ({"layers": 3}, r"blocks\.2.* as nothing"),
         ({"groups": 1}, "other parameter groups"),
         ({"scheduler": 1}, "was saved with scheduler=None, and scheduler=ExponentialLR was given"),
         ({"buffer": 4}, r"other buffers than this model, or of other shapes: .'seen'"),

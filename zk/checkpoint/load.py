@@ -1,7 +1,6 @@
 """Loading of a checkpoint of any number of ranks, stage, tier and dtype.
 
-Nothing is changed if anything in it is wrong. Every rank reads the elements that it holds, chunk by
-chunk: memory does not grow with the model.
+Nothing is changed if anything in it is wrong. Each rank reads what it holds, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ from zk.checkpoint.files import CheckpointError
 from zk.logs import require
 from zk.optimizer import ZeroOptimizer
 from zk.store import UnitStore
+
+HOW = "; weights of a similar model come by zk export, then zk.load_pretrained(strict=False)"
 
 
 @torch.no_grad()
@@ -161,14 +162,14 @@ def check(optimizer: ZeroOptimizer, checkpoint: Checkpoint, scheduler: Any) -> l
         for index, name in enumerate(store.unit.names):
             cut = cuts[name]
             parts = checkpoint.weights.get(cut.whole, [])
-            saved = parts[0].cut.shape if parts else "not there"
-            need(saved == cut.shape, f"has {cut.whole!r} as {saved}, and this model as {cut.shape}")
+            saved = parts[0].cut.shape if parts else "nothing"
+            need(saved == cut.shape, f"has {cut.whole!r} as {saved}, this model {cut.shape}{HOW}")
             about = cut, contents.order_of(store, index)
             alike = [part for part in parts if (part.cut, part.order) == about][:1]
             targets.append(Target(store, index, cut, alike or parts, bool(alike)))
             check_states(optimizer, checkpoint, targets[-1])
     more = [*(checkpoint.weights.keys() - {target.cut.whole for target in targets})]
-    need(not more, f"has the parameters {more}, which are not there in this model")
+    need(not more, f"has the parameters {more}, which are not in this model{HOW}")
     check_groups(optimizer, checkpoint, cuts)
     buffers = ((name, checkpoint.buffer(name)) for name in checkpoint.buffers)
     there, here = (

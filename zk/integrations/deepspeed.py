@@ -221,7 +221,7 @@ def initialize(
     zero = _zero_config(values, overrides)
     connect()
     sizes = _batch_sizes(values, Comm(zero.process_group).size)
-    if optimizer is None:
+    if optimizer is None and any(param.requires_grad for param in model.parameters()):
         named = {name.rpartition(".")[2]: values[name] for name in values if ".params." in name}
         is_adamw = named.pop("adam_w_mode", True)
         adam = functools.partial(torch.optim.Adam, decoupled_weight_decay=is_adamw)
