@@ -15,6 +15,7 @@ ALWAYS = {  # "module:class" of add-ons that every optimizer has
     "module_states": "zk.addons.module_states:ModuleStates",
     "compared": "zk.addons.compared:Compared",
     "partitioned": "zk.addons.partitioned:Partitioned",
+    "buffers": "zk.addons.buffers:Buffers",
     "checksums": "zk.addons.checksums:Checksums",
     "slow_products": "zk.addons.slow_products:SlowProducts",
     "shown": "zk.tools.summary:Shown",

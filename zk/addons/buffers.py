@@ -1,0 +1,48 @@
+"""Buffers that forward writes are the first rank's after each step: BatchNorm's, codebooks.
+
+DDP gives them before each forward. Every optimizer has it. Uses of the core: the seams ``attach`` and
+``around_update``, ``Comm.words``, ``Comm.broadcast``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zk.addon import Addon
+
+if TYPE_CHECKING:
+    from zk.addon import Update
+    from zk.optimizer import ZeroOptimizer
+
+
+class Buffers(Addon):
+    def attach(self, optimizer: ZeroOptimizer) -> None:
+        self.optimizer, self.written = optimizer, set[str]()  # modules
+        # where buffers were, and their versions, in the first step
+        self.before: dict[str, Any] = {}
+
+    def around_update(self, run: Update) -> Update:
+        """Ranks ask each other ever more rarely, and at each step once something is written."""
+        comm, steps = self.optimizer._layout.comm, self.optimizer.num_steps
+        here = dict(self.optimizer.model.named_buffers()) if comm.size > 1 else {}
+        if here and (self.written or not self.before or steps & (steps - 1) == 0):
+            now = {name: (buffer.data_ptr(), buffer._version) for name, buffer in here.items()}
+            changed = [module_of(name) for name in now if now[name] != self.before.get(name)]
+            shapes = {name: tuple(buffer.shape) for name, buffer in here.items()}
+            said = comm.words("buffers", (changed, shapes))
+            self.written.update(*(modules for modules, _ in said))
+            for name in (name for name in sorted(here) if module_of(name) in self.written):
+                if all(others.get(name) == shapes[name] for _, others in said):
+                    values = here[name].detach().contiguous()
+                    comm.broadcast(name, values.reshape(-1).view(torch.uint8))
+                    here[name].data.copy_(values)
+            if not self.before:  # all of them, as any may have been written
+                self.before, self.written = now, set()
+        return run
+
+
+def module_of(name: str) -> str:
+    """The module that has a buffer; where it writes one that is all: BatchNorm hides the others."""
+    return name.rpartition(".")[0]
