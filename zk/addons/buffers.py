@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from zk.addon import Addon
 
 if TYPE_CHECKING:
     from zk.addon import Update
     from zk.optimizer import ZeroOptimizer
+    from zk.parallel.comm import Comm
 
 
 class Buffers(Addon):
@@ -28,19 +30,27 @@ class Buffers(Addon):
         comm, steps = self.optimizer._layout.comm, self.optimizer.num_steps
         here = dict(self.optimizer.model.named_buffers()) if comm.size > 1 else {}
         if here and (self.written or not self.before or steps & (steps - 1) == 0):
-            now = {name: (buffer.data_ptr(), buffer._version) for name, buffer in here.items()}
-            changed = [module_of(name) for name in now if now[name] != self.before.get(name)]
-            shapes = {name: tuple(buffer.shape) for name, buffer in here.items()}
-            said = comm.words("buffers", (changed, shapes))
-            self.written.update(*(modules for modules, _ in said))
-            for name in (name for name in sorted(here) if module_of(name) in self.written):
-                if all(others.get(name) == shapes[name] for _, others in said):
-                    values = here[name].detach().contiguous()
-                    comm.broadcast(name, values.reshape(-1).view(torch.uint8))
-                    here[name].data.copy_(values)
-            if not self.before:  # all of them, as any may have been written
-                self.before, self.written = now, set()
+            self.share(comm, here)
         return run
+
+    def share(self, comm: Comm, here: dict[str, Tensor]) -> None:
+        """Give all ranks the first one's buffers, but for those whose shape differs by rank."""
+        now = {name: (buffer.data_ptr(), buffer._version) for name, buffer in here.items()}
+        changed = [module_of(name) for name in now if now[name] != self.before.get(name)]
+        shapes = {name: tuple(buffer.shape) for name, buffer in here.items()}
+        said = comm.words("buffers", (changed, shapes))
+        self.written.update(*(modules for modules, _ in said))
+
+        def is_shared(name: str) -> bool:
+            alike = all(others.get(name) == shapes[name] for _, others in said)
+            return alike and module_of(name) in self.written
+
+        for name in filter(is_shared, sorted(here)):
+            values = here[name].detach().contiguous()
+            comm.broadcast(name, values.reshape(-1).view(torch.uint8))
+            here[name].data.copy_(values)
+        if not self.before:  # all of them were shared, as any may have been written
+            self.before, self.written = now, set()
 
 
 def module_of(name: str) -> str:
