@@ -12,6 +12,7 @@ WHOLE = (
 IN_PART = (
     "addons/test_backward.py",
     "addons/test_parked.py",
+    "addons/test_update_on.py",
     "core/test_nn_activations.py",
     "core/test_nn_deferred.py",
     "core/test_nn_tiled_linear.py",
