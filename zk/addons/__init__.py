@@ -7,6 +7,7 @@ OPTIONS = {  # option -> "module:class"
     "overlap_step": "zk.addons.overlap:Overlap",
     "state_dtype": "zk.addons.state_dtype:StateDtype",
     "announce": "zk.addons.announced:Announced",
+    "experts": "zk.addons.experts:Experts",
 }
 ALWAYS = {  # "module:class" of add-ons that every optimizer has
     "promised": "zk.addons.promised:Promised",
