@@ -8,6 +8,7 @@ OPTIONS = {  # option -> "module:class"
     "state_dtype": "zk.addons.state_dtype:StateDtype",
     "announce": "zk.addons.announced:Announced",
     "update_on": "zk.addons.update_on:UpdateOn",
+    "experts": "zk.addons.experts:Experts",
 }
 ALWAYS = {  # "module:class" of add-ons that every optimizer has
     "promised": "zk.addons.promised:Promised",
