@@ -14,6 +14,7 @@ ALWAYS = {  # "module:class" of add-ons that every optimizer has
     "handed_over": "zk.addons.handed_over:HandedOver",
     "module_states": "zk.addons.module_states:ModuleStates",
     "compared": "zk.addons.compared:Compared",
+    "quantized": "zk.addons.quantized:Quantized",
     "partitioned": "zk.addons.partitioned:Partitioned",
     "checksums": "zk.addons.checksums:Checksums",
     "slow_products": "zk.addons.slow_products:SlowProducts",
