@@ -16,6 +16,7 @@ ALWAYS = {  # "module:class" of add-ons that every optimizer has
     "handed_over": "zk.addons.handed_over:HandedOver",
     "module_states": "zk.addons.module_states:ModuleStates",
     "compared": "zk.addons.compared:Compared",
+    "quantized": "zk.addons.quantized:Quantized",
     "partitioned": "zk.addons.partitioned:Partitioned",
     "buffers": "zk.addons.buffers:Buffers",
     "checksums": "zk.addons.checksums:Checksums",

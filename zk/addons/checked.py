@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from zk.addon import Addon
+from zk.addon import ALWAYS, Addon
 from zk.config import NAMES, ZeroConfig
 from zk.logs import require
 from zk.parallel.runtime import RUNTIMES
@@ -32,7 +32,10 @@ FAULTS: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
         "is {dtype}, which torch cannot copy; keep it as param.view(torch.uint8)",
     ),
     (
-        lambda p: hasattr(p, "quant_state") or is_traceable_wrapper_subclass(p),
+        lambda p: (
+            is_traceable_wrapper_subclass(p)
+            or (hasattr(p, "quant_state") and "quantized" not in ALWAYS)
+        ),
         "is a {kind}, whose values are in other tensors or codes; zk takes plain tensors: build the "
         "model without quantization, DTensors and tensor parallelism",
     ),
