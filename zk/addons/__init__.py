@@ -7,8 +7,11 @@ OPTIONS = {  # option -> "module:class"
     "overlap_step": "zk.addons.overlap:Overlap",
     "state_dtype": "zk.addons.state_dtype:StateDtype",
     "announce": "zk.addons.announced:Announced",
+    "model_parallel_group": "zk.addons.model_parallel:given",
+    "replicated_params": "zk.addons.model_parallel:given",
 }
 ALWAYS = {  # "module:class" of add-ons that every optimizer has
+    "model_parallel": "zk.addons.model_parallel:ModelParallel",  # DTensors are local from here on
     "promised": "zk.addons.promised:Promised",
     "checked": "zk.addons.checked:Checked",
     "handed_over": "zk.addons.handed_over:HandedOver",
