@@ -240,7 +240,7 @@ def checkpoints(case: tuple[str, str]) -> None:
 def refusals(_: None) -> None:
     tp, world = mesh()["tp"].get_group(), {"process_group": None}
     for options, words in (
-        ({"model_parallel_group": None}, r"need each other; \[\] if none is replicated"),
+        ({"model_parallel_group": None}, r"need each other \(\[\]: none is replicated\)"),
         ({"replicated_params": None}, r"need each other"),
         ({"model_parallel_group": mesh()["tp"]}, r"must be a ProcessGroup.*mesh\['tp'\].get_group\(\).*got DeviceMesh"),
         ({"replicated_params": ["bias", "nrm.weight"]}, "is, or ends with, 'nrm.weight'"),

@@ -11,7 +11,7 @@ OPTIONS = {  # option -> "module:class"
     "replicated_params": "zk.addons.model_parallel:given",
 }
 ALWAYS = {  # "module:class" of add-ons that every optimizer has
-    "model_parallel": "zk.addons.model_parallel:ModelParallel",  # DTensors are local from here on
+    "parts": "zk.addons.parts:Parts",  # first: those that check after it see no DTensors
     "promised": "zk.addons.promised:Promised",
     "checked": "zk.addons.checked:Checked",
     "handed_over": "zk.addons.handed_over:HandedOver",
