@@ -64,7 +64,7 @@ def main(path, steps=50, tensor_parallel_ranks=2):
     for block in model.blocks:
         parallelize_module(block, mesh["tensor"], PLAN)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    where = {"stage": 3, "param_tier": "host", "optimizer_tier": "host", "process_group": mesh["data"]}
+    where = {"stage": 3, "param_tier": "host", "optimizer_tier": "host", "process_group": mesh["data"].get_group()}
     optimizer = zk.ZeroOptimizer(model, optimizer, clip_grad_norm=1.0, **where)
 
     text = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8).long()
@@ -80,10 +80,10 @@ def main(path, steps=50, tensor_parallel_ranks=2):
         if dist.get_rank() == 0 and (step % 10 == 0 or step == steps - 1):
             print(f"step {step:4d}  loss {loss.item():.4f}  norm {optimizer.metrics()['grad_norm']:.3f}")
 
-    weights = optimizer.consolidated_state_dict(rank0_only=True)  # of the whole model, whatever the mesh
+    optimizer.close()  # parameters are DTensors again
+    weight = model.blocks[0].up.weight.full_tensor()
     if dist.get_rank() == 0:
-        print("blocks.0.up.weight of the whole model:", tuple(weights["blocks.0.up.weight"].shape))
-    optimizer.close()
+        print("blocks.0.up.weight of the whole model:", tuple(weight.shape))
     dist.destroy_process_group()
 
 

@@ -9,8 +9,11 @@ OPTIONS = {  # option -> "module:class"
     "announce": "zk.addons.announced:Announced",
     "update_on": "zk.addons.update_on:UpdateOn",
     "experts": "zk.addons.experts:Experts",
+    "model_parallel_group": "zk.addons.model_parallel:given",
+    "replicated_params": "zk.addons.model_parallel:given",
 }
 ALWAYS = {  # "module:class" of add-ons that every optimizer has
+    "parts": "zk.addons.parts:Parts",  # first: those that check after it see no DTensors
     "promised": "zk.addons.promised:Promised",
     "checked": "zk.addons.checked:Checked",
     "handed_over": "zk.addons.handed_over:HandedOver",

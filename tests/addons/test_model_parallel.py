@@ -1,0 +1,317 @@
+"""Model parallel ranks: what the whole model trains on one rank; one norm, one decision to skip, a folder for each part."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+
+import zk
+from tests.models import DEVICE
+from tests.world import call, mesh_of, run_world
+from zk.offload.cpu_adam import default_engine
+
+STEPS, WIDTH = 4, 16
+REPLICATED = ["down.bias", "norm.weight", "norm.bias"]
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+class Shared(torch.autograd.Function):
+    """Parts compute with the same input, and its gradient is the sum of theirs; or the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any, is_sum: bool) -> Tensor:
+        ctx.about = group, is_sum
+        return summed(value, group) if is_sum else value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        group, is_sum = ctx.about
+        return grad if is_sum else summed(grad, group), None, None
+
+
+def summed(value: Tensor, group: Any) -> Tensor:
+    value = value.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(value, group=group)
+    return value
+
+
+class Block(nn.Module):
+    """A column parallel layer and a row parallel one, where ``group`` is set."""
+
+    group: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group is None:
+            return x + self.down(F.gelu(self.up(self.norm(x))))
+        inner = F.gelu(self.up(Shared.apply(self.norm(x), self.group, False)))
+        return x + Shared.apply(F.linear(inner, self.down.weight), self.group, True) + self.down.bias
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def part_of(name: str, value: Tensor, rank: int, count: int = 2) -> Tensor:
+    along = 1 if name.endswith("down.weight") else 0
+    return value if name.endswith(tuple(REPLICATED)) else value.chunk(count, along)[rank].contiguous()
+
+
+def cut(model: Net, group: Any) -> Net:
+    rank = dist.get_rank(group)
+    for name, param in model.named_parameters():
+        param.data = part_of(name, param.data, rank)
+    for block in model.blocks:
+        block.group = group
+    return model
+
+
+def loss_at(model: nn.Module, step: int, rank: int) -> Tensor:
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank)).to(DEVICE)
+    return (model(x.to(next(model.parameters()).dtype)).float() - 1).square().mean()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def plain(clip: float | None, ranks: int, accumulation: int = 1) -> tuple[dict[str, Tensor], list[float]]:
+    """The whole model on one rank, on the batches of all: parameters, and norms."""
+    model, norms = Net().to(DEVICE), []
+    inner = adamw(model)
+    for step in range(STEPS):
+        for rank in range(ranks):
+            for micro in range(accumulation):
+                (loss_at(model, step + 100 * micro, rank) / ranks).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))))
+        inner.step()
+        inner.zero_grad()
+    return dict(model.named_parameters()), norms
+
+
+def mesh() -> Any:
+    """Parts on ranks 0 and 1, and on 2 and 3; data on 0 and 2, and on 1 and 3."""
+    return mesh_of(torch.device(DEVICE).type, (dist.get_world_size() // 2, 2), "dp", "tp")
+
+
+def made(kind: str, **options: Any) -> tuple[Net, zk.ZeroOptimizer]:
+    """A model that is cut by hand or as DTensors, and its optimizer."""
+    model, group = Net().to(DEVICE), mesh()["tp"].get_group()
+    if kind == "manual":
+        cut(model, group)
+        options = {"model_parallel_group": group, "replicated_params": REPLICATED} | options
+    else:
+        for block in model.blocks:
+            parallelize_module(block, mesh()["tp"], PLAN)
+    return model, zk.ZeroOptimizer(model, adamw(model), **{"process_group": mesh()["dp"].get_group()} | options)
+
+
+def train(model: nn.Module, optimizer: Any, steps: Any = range(STEPS), accumulation: int = 1) -> list[float]:
+    """Returns the norms."""
+    norms = []
+    for step in steps:
+        for micro in range(accumulation):
+            optimizer.backward(loss_at(model, step + 100 * micro, mesh().get_local_rank("dp")))
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.metrics()["grad_norm"])
+    return norms
+
+
+def whole(param: Tensor) -> Tensor:
+    return param.full_tensor() if isinstance(param, DTensor) else param  # type: ignore[no-any-return]
+
+
+def alike(value: Any) -> bool:
+    """All parts have it."""
+    said: list[Any] = [None, None]
+    dist.all_gather_object(said, value, group=mesh()["tp"].get_group())
+    return said[0] == said[1]
+
+
+def parity(case: tuple[str, dict[str, Any]]) -> None:
+    """As the whole model on one rank, but for the order of sums in products; replicated parameters are alike to the bit."""
+    kind, options = case
+    accumulation, clip = options.pop("accumulation", 1), options.get("clip_grad_norm")
+    want, norms = plain(clip, dist.get_world_size() // 2, accumulation)
+    model, optimizer = made(kind, **options)
+    torch.testing.assert_close(train(model, optimizer, accumulation=accumulation), norms, rtol=1e-4, atol=0.0)
+    assert clip is None or max(norms) > clip
+    optimizer.close()
+    for name, param in model.named_parameters():
+        part = want[name] if kind == "DTensor" else part_of(name, want[name], mesh().get_local_rank("tp"))
+        torch.testing.assert_close(whole(param), part, rtol=1e-3, atol=1e-5)
+        local = param.to_local() if isinstance(param, DTensor) else param
+        assert not name.endswith(tuple(REPLICATED)) or alike(local.tolist()), name
+        assert isinstance(param, DTensor) == (kind == "DTensor" and "norm" not in name)
+    loss_at(model, 0, 0).backward()  # it is plain torch's again
+
+
+def one_decision(kind: str) -> None:
+    """What is not finite on one part, in its own parameters or replicated ones, skips the step on all; nothing changes."""
+    model, optimizer = made("manual", dtype="fp16", loss_scale=zk.DynamicLossScale(init=1024.0, hysteresis=1))
+    with zk.gather(model.parameters()) as before:
+        before = [value.clone() for value in before]
+    if mesh().get_local_rank("tp"):
+        handle = dict(model.named_parameters())[kind].register_hook(lambda grad: torch.full_like(grad, float("inf")))
+    norms = train(model, optimizer, range(1))
+    assert not torch.tensor(norms).isfinite() and optimizer.metrics()["loss_scale"] == 512.0 and optimizer.skipped_steps == 1
+    assert all(map(torch.equal, model.parameters(), before))
+    if mesh().get_local_rank("tp"):
+        handle.remove()
+    assert alike(train(model, optimizer, range(3))) and optimizer.num_steps == 3
+    optimizer.close()
+
+
+def replicated_gradients_that_differ(_: None) -> None:
+    model, optimizer = made("manual")
+    if mesh().get_local_rank("tp"):
+        model.blocks[0].norm.bias.register_hook(lambda grad: 2 * grad)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match=r"parts have other gradients of replicated_params.*optimizer\.clip_grad_norm_"):
+        train(model, optimizer)
+    optimizer.close()
+    model, optimizer = made("manual")
+    optimizer.backward(loss_at(model, 0, 0))
+    norm = optimizer.clip_grad_norm_(0.05)
+    torch.testing.assert_close(float(norm), plain(None, 1)[1][0], rtol=1e-4, atol=0.0)
+    optimizer.step()
+    optimizer.close()
+
+
+def checkpoints(case: tuple[str, str]) -> None:
+    """Each part has its folder; a run that loads all of them goes on to the same bits; parts of two steps are refused."""
+    (kind, folder), tp = case, mesh().get_local_rank("tp")
+    model, optimizer = made(kind, clip_grad_norm=0.05)
+    for until in (2, STEPS):
+        train(model, optimizer, range(until - 2, until))
+        optimizer.save_checkpoint(folder)
+    optimizer.close()
+    want = [whole(param).clone() for param in model.parameters()]
+    own = Path(folder, f"part-{tp}-of-2")
+    assert {path.name for path in Path(folder).iterdir()} == {"part-0-of-2", "part-1-of-2"}
+    assert {path.name for path in own.glob("step-*")} == {"step-00000002", "step-00000004"}
+    dist.barrier()
+    if dist.get_rank() == 1:
+        shutil.rmtree(own / "step-00000004")
+    dist.barrier()
+    model, optimizer = made(kind, clip_grad_norm=0.05, stage=3)
+    for act in (lambda: optimizer.load_checkpoint(folder), lambda: train(model, optimizer)):
+        with pytest.raises(RuntimeError, match=r"have made \[4, 2\] steps: load a checkpoint that all have \(remove newer ones\)"):
+            act()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(own / "step-00000004")
+    dist.barrier()
+    optimizer.load_checkpoint(folder)
+    train(model, optimizer, range(2, STEPS))
+    optimizer.close()
+    assert all(map(torch.equal, map(whole, model.parameters()), want))
+    if dist.get_rank() == 0:
+        (own / "step-00000002" / "manifest.json").write_text("{}")
+    dist.barrier()
+    model, optimizer = made(kind)
+    with pytest.raises(ValueError, match="step-00000002"):  # on all
+        optimizer.load_checkpoint(folder)
+    optimizer.close()
+
+
+def refusals(_: None) -> None:
+    tp, world = mesh()["tp"].get_group(), {"process_group": None}
+    for options, words in (
+        ({"model_parallel_group": None}, r"need each other \(\[\]: none is replicated\)"),
+        ({"replicated_params": None}, r"need each other"),
+        ({"model_parallel_group": mesh()["tp"]}, r"must be a ProcessGroup.*mesh\['tp'\].get_group\(\).*got DeviceMesh"),
+        ({"replicated_params": ["bias", "nrm.weight"]}, "is, or ends with, 'nrm.weight'"),
+        (world, r"process_group must have the ranks with the same part.* \[\(0, 0, 1\), \(1, 0, 1\), \(0, 2, 3\), \(1, 2, 3\)\]"),
+        ({"clip_grad_norm": 1.0 + mesh().get_local_rank("tp")}, r"same data and options.*\(1.0, 'auto'\)\), \(\d, 2, \(2.0, 'auto'\)\)"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words):
+            made("manual", **options)
+    with pytest.raises(ValueError, match="DTensors say which"):
+        made("DTensor", model_parallel_group=tp, replicated_params=[])
+    model = Net().to(DEVICE)
+    for block in model.blocks:
+        parallelize_module(block, mesh()["tp"], PLAN)
+    inner, dp = adamw(model), {"process_group": mesh()["dp"].get_group()}
+    with pytest.raises(ValueError, match="with the same part"):
+        zk.ZeroOptimizer(model, inner)
+    loss_at(model, 0, 0)  # what was refused computes, and may be tried again
+    optimizer = zk.ZeroOptimizer(model, inner, **dp)
+    train(model, optimizer, range(1))
+    optimizer.close()
+    loss_at(model, 0, 0).backward()
+    with pytest.raises(ValueError, match=r"before they have a gradient"):
+        zk.ZeroOptimizer(model, inner, **dp)
+    up, placed = Net().to(DEVICE).blocks[0].up, [Shard(0), Replicate()]  # type: ignore[union-attr]
+    up.weight = nn.Parameter(distribute_tensor(up.weight.detach(), mesh(), placed))  # type: ignore[union-attr, operator]
+    with pytest.raises(ValueError, match=r"'weight' is a DTensor with .*over one dimension.*leave fully_shard out"):
+        zk.ZeroOptimizer(up, adamw(up), **dp)  # type: ignore[arg-type]
+
+
+def exact(case: tuple[str, dict[str, Any]]) -> None:
+    """The same parts in plain torch, and the same torch.optim: the same bits."""
+    kind, options = case
+    with mock.patch.dict(os.environ, {"ZK_CPU_ADAM": "torch"}):
+        default_engine.cache_clear()
+        model, optimizer = made(kind, **options)
+        train(model, optimizer)
+        optimizer.close()
+    default_engine.cache_clear()
+    parts, other = made(kind)
+    other.close()
+    inner = adamw(parts)
+    for step in range(STEPS):
+        loss_at(parts, step, 0).backward()
+        inner.step()
+        inner.zero_grad()
+    assert all(map(torch.equal, map(whole, model.parameters()), map(whole, parts.parameters())))
+
+
+def check(world: int, cases: list[Any]) -> None:
+    for case, said in zip(cases, run_world(world, call, cases), strict=True):
+        assert said == [None] * world, f"{case}: {said}"
+
+
+CLIPPED = {"clip_grad_norm": 0.05}
+KINDS = "manual", "DTensor"
+
+
+def test_two_parts_train_what_the_whole_model_trains(tmp_path: Path) -> None:
+    nvme = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": str(tmp_path)}
+    cases: list[Any] = [(exact, (kind, {"stage": stage})) for kind in KINDS for stage in (2, 3)]
+    cases += [(parity, (kind, {"stage": 3, **nvme, **CLIPPED})) for kind in KINDS]
+    check(2, cases)
+
+
+def test_parts_over_data_parallel_ranks_train_what_the_whole_model_trains() -> None:
+    options: list[dict[str, Any]] = [{"stage": 0}, {"stage": 1, "accumulation": 2}, {"optimizer_tier": "host"}, {"stage": 3}]
+    options.append({"overlap_step": "backward", "optimizer_tier": "host"})
+    check(4, [(parity, (kind, CLIPPED | option)) for kind in KINDS for option in options])
+
+
+def test_parts_decide_together_and_keep_a_folder_each(tmp_path: Path) -> None:
+    cases: list[Any] = [(one_decision, name) for name in ("blocks.1.up.weight", "blocks.2.norm.bias")]
+    cases += [(checkpoints, (kind, str(tmp_path / kind))) for kind in KINDS]
+    check(4, [*cases, (replicated_gradients_that_differ, None), (refusals, None)])
