@@ -74,9 +74,9 @@ def test_an_expert_that_is_not_used_does_not_move(prefetch: int, tmp_path: Path,
     with zk.ZeroOptimizer(model, inner, stage=3, experts=True, **options) as optimizer:
         for store in optimizer._runtime.stores:
             for chunk in (store.param, *store.states, *store.grad.chunks):
-                for call in ("fetch", "open", "put"):
+                for call, method in ((call, getattr(chunk, call)) for call in ("fetch", "open", "put")):
 
-                    def noted(*given: Any, name: str = store.unit.name, plain: Any = getattr(chunk, call)) -> Any:
+                    def noted(*given: Any, name: str = store.unit.name, plain: Any = method) -> Any:
                         moved.add(name)
                         return plain(*given)
 
