@@ -1,0 +1,84 @@
+"""Add-ons in pairs: the bits of the same training without those that change none, or a refusal that names both."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zk
+from tests.addons.test_experts import WIDTH, Mixture
+from tests.world import run_world
+
+pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "overlap": {"overlap_step": True},
+    "backward": {"overlap_step": "backward"},
+    "announce": {"announce": True},
+    "experts": {"experts": True},
+    "parked": {},  # between steps
+    "8bit": {"state_dtype": "8bit"},
+    "bf16": {"state_dtype": "bf16"},
+}
+CHANGES = {"8bit", "bf16"}  # what is computed
+ONE_OPTION = ({"overlap", "backward"}, {"8bit", "bf16"})
+PAIRS = [pair for pair in itertools.combinations(OPTIONS, 2) if set(pair) not in ONE_OPTION]
+
+
+def trained(case: tuple[set[str], int, str]) -> dict[str, Tensor]:
+    """Masters and states after three steps of two micro-batches."""
+    names, stage, tier = case
+    torch.manual_seed(0)
+    model, options, dtype = Mixture(), dict[str, Any](), torch.bfloat16 if tier == "nvme" else torch.float32
+    for name in names:
+        options |= OPTIONS[name]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with tempfile.TemporaryDirectory() as folder:
+        options |= {"optimizer_tier": tier, "param_tier": tier if stage == 3 else "device", "nvme_path": folder if tier == "nvme" else None}
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with zk.ZeroOptimizer(model, inner, stage=stage, dtype=dtype, clip_grad_norm=0.5, **options) as optimizer:
+            for step in range(3):
+                for micro in range(2):
+                    draws = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+                    optimizer.backward(model(torch.randn(24, WIDTH, generator=draws).to(dtype)) / 2)
+                optimizer.step()
+                optimizer.zero_grad()
+                if "parked" in names:
+                    with optimizer.parked(folder):
+                        assert all(bool(param.isnan().all()) for param in model.parameters())
+            found = {name: value.clone() for name, value in optimizer.consolidated_state_dict("fp32", rank0_only=False).items()}
+            for index, entry in optimizer.state_dict()["state"].items():
+                found |= {f"{index} {name}": torch.as_tensor(value).clone() for name, value in entry.items()}
+    return found
+
+
+@functools.cache
+def wanted(changes: frozenset[str], stage: int, tier: str) -> dict[str, Tensor]:
+    return trained(({*changes}, stage, tier))
+
+
+def differs(case: tuple[set[str], int, str]) -> list[str]:
+    names, stage, tier = case
+    got, want = trained(case), wanted(frozenset(names & CHANGES), stage, tier)
+    assert got.keys() == want.keys()
+    return [name for name in want if not torch.equal(got[name], want[name])]
+
+
+@pytest.mark.parametrize("tier", ("host", "nvme"))
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_pairs_train_as_without_them(pair: tuple[str, str], tier: str) -> None:
+    assert differs(({*pair}, 3, tier)) == []
+
+
+def test_pairs_over_ranks() -> None:
+    """Of those that talk, or wait for others. Experts that differ by rank are for stages 0-2, an overlapped update for stage 3."""
+    pairs = [pair for pair in PAIRS if {"announce", "parked"} & {*pair} and pair != ("overlap", "experts")]
+    cases = [({*pair}, 2 if "experts" in pair else 3, "host") for pair in pairs]
+    table = run_world(2, differs, cases)
+    assert {str(case): rows for case, rows in zip(cases, table, strict=True) if any(rows)} == {}
