@@ -7,6 +7,9 @@ OPTIONS = {  # option -> "module:class"
     "overlap_step": "zk.addons.overlap:Overlap",
     "state_dtype": "zk.addons.state_dtype:StateDtype",
     "announce": "zk.addons.announced:Announced",
+    "delay_update": "zk.addons.delayed:Delayed",
+    "elementwise": "zk.addons.tried:Elementwise",
+    "parameterwise": "zk.addons.tried:Parameterwise",
 }
 ALWAYS = {  # "module:class" of add-ons that every optimizer has
     "promised": "zk.addons.promised:Promised",
@@ -18,6 +21,7 @@ ALWAYS = {  # "module:class" of add-ons that every optimizer has
     "checksums": "zk.addons.checksums:Checksums",
     "slow_products": "zk.addons.slow_products:SlowProducts",
     "shown": "zk.tools.summary:Shown",
+    "whole": "zk.addons.whole:Whole",
 }
 METHODS = {  # name of a method of ZeroOptimizer -> "module:function"
     "from_deepspeed": "zk.integrations.deepspeed:from_deepspeed",  # of ZeroConfig
