@@ -145,6 +145,17 @@ def run_case(case: Case) -> str:
     return _run(case, "torch")
 
 
+def run_case_with(case: Case, make: Any, plain: Any = None, **options: Any) -> str:
+    """``run_case`` with the optimizer that ``make`` makes of a name and parameters, and options of its own; ``plain`` makes that of plain training."""
+    original = zk.ZeroOptimizer
+    with (
+        mock.patch(f"{__name__}.make_optimizer", make),
+        mock.patch(f"{__name__}.plain_optimizer", lambda name: functools.partial(plain or make, name)),
+        mock.patch.object(zk, "ZeroOptimizer", lambda *given, **own: original(*given, **own, **options)),
+    ):
+        return run_case(case)
+
+
 def plain_optimizer(name: str) -> Any:
     """The function that makes the optimizer of plain training over parameters."""
     return cpu_adam_groups if name == "numba" else functools.partial(make_optimizer, name)

@@ -11,6 +11,9 @@ OPTIONS = {  # option -> "module:class"
     "experts": "zk.addons.experts:Experts",
     "model_parallel_group": "zk.addons.model_parallel:given",
     "replicated_params": "zk.addons.model_parallel:given",
+    "delay_update": "zk.addons.delayed:Delayed",
+    "elementwise": "zk.addons.tried:Elementwise",
+    "parameterwise": "zk.addons.tried:Parameterwise",
 }
 ALWAYS = {  # "module:class" of add-ons that every optimizer has
     "parts": "zk.addons.parts:Parts",  # first: those that check after it see no DTensors
@@ -25,6 +28,7 @@ ALWAYS = {  # "module:class" of add-ons that every optimizer has
     "checksums": "zk.addons.checksums:Checksums",
     "slow_products": "zk.addons.slow_products:SlowProducts",
     "shown": "zk.tools.summary:Shown",
+    "whole": "zk.addons.whole:Whole",
 }
 METHODS = {  # name of a method of ZeroOptimizer -> "module:function"
     "from_deepspeed": "zk.integrations.deepspeed:from_deepspeed",  # of ZeroConfig
