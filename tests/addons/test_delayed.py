@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import zk
-from tests.models import DEVICE, GPT, batch, loss_of, train
 from tests.parity import Case, make_optimizer, run_case_with
 from tests.world import run_world
 from zk.addons.backward import Backward
@@ -35,11 +31,11 @@ class Late:
         rates = [group["lr"] for group in groups]
         while len(self.pending) > (self.delay < self.count < STEPS):
             for group, (group["lr"], grads) in zip(groups, self.pending.pop(0), strict=True):
-                for param, param.grad in zip(group["params"], grads, strict=True):
-                    pass
+                for param, grad in zip(group["params"], grads, strict=True):
+                    param.grad = grad
             self.inner.step()
-        for group, group["lr"] in zip(groups, rates, strict=True):
-            pass
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def run(case: Case) -> str:

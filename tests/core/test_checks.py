@@ -48,7 +48,7 @@ def ddp(model: nn.Module) -> nn.Module:
 ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: zk.ZeroOptimizer([layers()], adamw(layers())), TypeError, r"model must be an nn\.Module; got list"),
     (lambda: zk.ZeroOptimizer(adamw(m := layers()), m), TypeError, r"swapped: ZeroOptimizer\(model, optimizer\)"),
-    (lambda: zk.ZeroOptimizer(layers(), 0.1), TypeError, r"torch\.optim\.Optimizer, or several; got float"),
+    (lambda: zk.ZeroOptimizer(layers(), 0.1), TypeError, r"torch\.optim\.Optimizer, or several, or None for a frozen model; got float"),
     (lambda: zk.ZeroOptimizer(layers(), []), ValueError, "list of optimizers is empty"),
     (lambda: zk.ZeroOptimizer(layers(), torch.optim.AdamW([{"params": []}])), ValueError, "AdamW: this optimizer has no parameters"),
     (lambda: zk.ZeroOptimizer(m := layers(), replaced(m)), ValueError, r"the step\(\) of this optimizer was replaced"),
