@@ -30,6 +30,11 @@ Program = Callable[[GPT, zk.ZeroOptimizer, int], None]
 device_only = pytest.mark.device_only
 
 
+def told(value: Any) -> str:
+    """An id that is the same in every process."""
+    return value if isinstance(value, str) else "-".join(f"{name}={getattr(one, '__name__', one)}" for name, one in value.items())
+
+
 @contextlib.contextmanager
 def small() -> Iterator[None]:
     """Units have several chunks, and those that are sent are counted. Interpreted, the kernel rounds otherwise: both sides use torch's ops."""
@@ -191,7 +196,7 @@ def several(halves: list[Any], **options: Any) -> list[torch.optim.Optimizer]:
         {"model": "checkpointed", "stage": 3},
         {"kind": several, "stage": 1},
     ),
-    ids=str,
+    ids=told,
 )
 def test_with_every_kind_of_state(options: dict[str, Any]) -> None:
     assert differing(plain, "device", **options) == [] and COUNT["sent"]
@@ -314,7 +319,7 @@ def test_what_is_page_locked_is_given_back() -> None:
         ({"kind": lambda halves, **o: torch.optim.AdamW(halves, amsgrad=True, **o)}, "without amsgrad"),
         ({"overlap_step": "backward"}, "use overlap_step=True"),
     ],
-    ids=str,
+    ids=told,
 )
 def test_what_cannot_be_right_is_refused_by_name(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=f"update_on='auto' .*{match}"):
