@@ -128,7 +128,7 @@ def test_a_subclass_that_changes_options_is_its_base() -> None:
         (torch.optim.LBFGS, {}, TypeError, "got torch.optim.lbfgs.LBFGS"),
         (Lion, {}, TypeError, "knows the arithmetic of .*got tests.parity.Lion.*Addon.rules"),
         (Clipped, {}, TypeError, "subclasses that keep their step.*got tests.test_optimizers.Clipped"),
-        (torch.optim.Adafactor, {}, TypeError, "cannot tell if it updates each element by itself"),
+        (torch.optim.Adafactor, {}, TypeError, "cannot tell what it looks at. Say so"),
     ],
 )
 def test_what_cannot_be_right_is_refused(kind: Any, options: dict[str, Any], error: type[Exception], says: str) -> None:

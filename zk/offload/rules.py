@@ -237,5 +237,5 @@ def rule_for(rules: Rules, unit: Unit, inner: torch.optim.Optimizer) -> Callable
     raise TypeError(
         f"zk knows the arithmetic of {', '.join(known.__name__ for known in ELEMENTWISE)}, and of "
         f"subclasses that keep their step(); got {kind.__module__}.{kind.__qualname__}, of which it "
-        "cannot tell if it updates each element by itself. An add-on can say how: Addon.rules"
+        "cannot tell what it looks at. Say so: elementwise=True, parameterwise=True or Addon.rules"
     )
