@@ -11,8 +11,10 @@ WHOLE = (
 # the tests marked ``device`` or ``device_only``: those that execute lines for CUDA which no other does. The rest of these files takes minutes
 IN_PART = (
     "addons/test_backward.py",
+    "addons/test_delayed.py",
     "addons/test_parked.py",
     "addons/test_update_on.py",
+    "addons/test_whole.py",
     "core/test_nn_activations.py",
     "core/test_nn_deferred.py",
     "core/test_nn_tiled_linear.py",

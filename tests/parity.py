@@ -146,7 +146,7 @@ def run_case(case: Case) -> str:
 
 
 def run_case_with(case: Case, make: Any, plain: Any = None, **options: Any) -> str:
-    """``run_case`` with the optimizer that ``make`` makes of a name and parameters, and options of its own; ``plain`` makes plain training's."""
+    """``run_case`` with what ``make`` makes of a name and parameters, in plain training ``plain``; and with more options."""
     original = zk.ZeroOptimizer
     with (
         mock.patch(f"{__name__}.make_optimizer", make),

@@ -285,7 +285,8 @@ def test_what_happens_between_backward_and_step_counts(program: Program, name: s
     FOLDER[:] = [tmp_path / "saved"]
     (tmp_path / "drive").mkdir()
     found, num_taken = differing(program, **place(name, tmp_path / "drive"))
-    assert found == [] and num_taken == PROGRAMS[program]
+    is_late = program is assign_gradients  # step() reduces those, and may begin before it cancels
+    assert found == [] and PROGRAMS[program] <= num_taken <= PROGRAMS[program] + 5 * is_late
 
 
 def decay(model: GPT, optimizer: zk.ZeroOptimizer, step: int) -> None:

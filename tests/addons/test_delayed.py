@@ -1,12 +1,14 @@
 """``delay_update=``: the numbers of plain torch with an optimizer whose step() applies the gradients of the step before."""
 
-from __future__ import annotations
-
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+import zk
+from tests.models import GPT, batch, loss_of, train
 from tests.parity import Case, make_optimizer, run_case_with
 from tests.world import run_world
 from zk.addons.backward import Backward
@@ -14,34 +16,28 @@ from zk.store import UnitStore
 
 pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
 STEPS = 5
-TAKEN: list[UnitStore] = []  # units whose updates were made beside
 
 
 class Late:
-    """An optimizer whose step() number ``delay`` and later keeps its gradients and rates for the next one. The last one applies all."""
+    """An optimizer whose step() after the first ``delay`` ones keeps its gradients for the next one. The last one applies all."""
 
     def __init__(self, inner: torch.optim.Optimizer, delay: int) -> None:
         self.inner, self.delay, self.count, self.state_dict = inner, delay, 0, inner.state_dict
-        self.pending: list[Any] = []
+        self.params, self.pending = [param for group in inner.param_groups for param in group["params"]], list[Any]()
 
     def step(self) -> None:
-        groups = self.inner.param_groups
-        self.pending.append([(group["lr"], [param.grad for param in group["params"]]) for group in groups])
         self.count += 1
-        rates = [group["lr"] for group in groups]
+        self.pending.append([param.grad for param in self.params])
         while len(self.pending) > (self.delay < self.count < STEPS):
-            for group, (group["lr"], grads) in zip(groups, self.pending.pop(0), strict=True):
-                for param, grad in zip(group["params"], grads, strict=True):
-                    param.grad = grad
+            for param, grad in zip(self.params, self.pending.pop(0), strict=True):
+                param.grad = grad
             self.inner.step()
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
 
 
 def run(case: Case) -> str:
-    """``case.optimizer`` is a name and the delay."""
-    plain = lambda name, params: Late(make_optimizer(name.split()[0], params), int(name.split()[1]))  # noqa: E731
-    return run_case_with(case, lambda name, params: make_optimizer(name.split()[0], params), plain, delay_update=int(case.optimizer.split()[1]))
+    delay = int(case.optimizer.split()[1])  # after its name
+    make = lambda name, params: make_optimizer(name.split()[0], params)  # noqa: E731
+    return run_case_with(case, make, lambda *given: Late(make(*given), delay), delay_update=delay)
 
 
 GRID = [
@@ -53,24 +49,98 @@ GRID = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    TAKEN.clear()
-    take = Backward.take
-    monkeypatch.setattr(Backward, "take", lambda self, store, *given: (TAKEN.append(store), take(self, store, *given)))
-
-
+@pytest.mark.device
 @pytest.mark.parametrize("case", GRID, ids=str)
 def test_it_trains_what_a_late_optimizer_of_plain_torch_trains(case: Case) -> None:
     assert run(case) == ""
 
 
-@pytest.mark.device
-@pytest.mark.parametrize("stage", [2, 3])
-def test_copies_beside_are_ordered(stage: int) -> None:
-    assert run(Case(stage=stage, dtype="bf16", optimizer="AdamW 0", steps=STEPS)) == ""
-
-
 def test_over_ranks_too() -> None:
     table = run_world(2, run, GRID, timeout=300)
     assert {str(case): rows for case, rows in zip(GRID, table, strict=True) if any(rows)} == {}
+
+
+def made(**options: Any) -> tuple[GPT, zk.ZeroOptimizer]:
+    torch.manual_seed(0)
+    model, kind = GPT(), options.pop("kind", "AdamW")
+    params = list(model.parameters())
+    inner: Any = make_optimizer(kind, params) if kind != "Muon" else torch.optim.AdamW([p for p in params if p.ndim < 2], lr=1e-2)
+    first = [torch.optim.Muon([p for p in params if p.ndim == 2], lr=1e-2)] * (kind == "Muon")
+    return model, zk.ZeroOptimizer(model, [*first, inner], **{"optimizer_tier": "host", "dtype": "bf16", **options})
+
+
+def states(optimizer: zk.ZeroOptimizer) -> list[Any]:
+    found = [torch.as_tensor(value) for state in optimizer.state_dict()["state"].values() for value in state.values()]
+    found += [value.clone() for value in optimizer.consolidated_state_dict("fp32").values()]
+    optimizer.close()
+    return found
+
+
+SETTLES: dict[str, Any] = {  # what makes the update that is pending count
+    "synchronize": lambda optimizer, folder: optimizer.synchronize(),
+    "load_state_dict": lambda optimizer, folder: optimizer.load_state_dict(optimizer.state_dict()),
+    "save_checkpoint": lambda optimizer, folder: optimizer.save_checkpoint(folder / "saved", async_save=True),
+    "load_checkpoint": lambda optimizer, folder: optimizer.load_checkpoint(optimizer.save_checkpoint(folder / "kept") or folder / "kept"),
+    "parked": lambda optimizer, folder: [(one.__enter__(), one.__exit__(None, None, None)) for one in [optimizer.parked(folder)]],
+}
+KINDS = [{"state_dtype": "8bit"}, {"state_dtype": "bf16", "stage": 3}, {"kind": "Muon", "stage": 1}, {"kind": "NAdam"}]
+
+
+@pytest.mark.parametrize(("settle", "options"), [*((name, {}) for name in SETTLES), *(("synchronize", kind) for kind in KINDS)], ids=str)
+def test_settled_after_each_step_it_is_training_without_delay(settle: str, options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, taken, take = [], [], Backward.take
+    monkeypatch.setattr(Backward, "take", lambda *given: taken.append(take(*given)))
+    for delay in (None, 0):
+        model, optimizer = made(delay_update=delay, **options)
+        for number in range(4):
+            optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)
+            train(model, optimizer, start=number)
+            optimizer.param_groups[0]["lr"] = 0.5  # of no step
+            SETTLES[settle](optimizer, tmp_path)
+        found.append(states(optimizer))
+    assert all(map(torch.equal, *found)) and taken
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_a_user_writes_meanwhile_is_updated_and_not_lost(stage: int) -> None:
+    """Also where there is no room beside: then the update is made when it counts."""
+    found = []
+    for delay, has_room in ((None, True), (0, True), (0, False)):
+        model, optimizer = made(delay_update=delay, stage=stage)
+        for one in [one for one in optimizer._seams.addons if isinstance(one, Backward) and not has_room]:
+            one.shadows = {store: [] for store in one.shadows}
+        loss_of(model, batch(0)).backward()
+        if delay == 0:
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="is gone, as step"):
+                model.head.weight.grad.clone()  # type: ignore[union-attr]
+        with torch.no_grad(), zk.gather(model.head.weight, write=True):
+            model.head.weight.mul_(0.5)
+        optimizer.step() if delay is None else None
+        found.append(states(optimizer))
+    assert all(map(torch.equal, *found[:2])) and all(map(torch.equal, *found[1:]))
+
+
+def test_an_error_while_it_counts_is_a_step_that_failed_half_way() -> None:
+    found = []
+    for fails in (False, True):
+        model, optimizer = made(delay_update=0)
+        train(model, optimizer)
+        saved = optimizer.state_dict()
+        train(model, optimizer, start=1)
+        if fails:
+            loss_of(model, batch(2)).backward()
+            with mock.patch.object(UnitStore, "updated", side_effect=OSError("full")), pytest.raises(OSError, match="full"):
+                optimizer.step()
+            with pytest.raises(RuntimeError, match="failed half-way"):
+                optimizer.synchronize()
+        optimizer.load_state_dict(saved)
+        train(model, optimizer, 2, start=1)
+        found.append(states(optimizer))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("options", [{"delay_update": -1}, {"delay_update": True}, {"overlap_step": True}, {"overlap_step": "backward"}])
+def test_what_cannot_be_right_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"delay_update must be a number of steps, 0 or more|delay_update=2 and overlap_step=.* exclude each"):
+        made(**{"delay_update": 2, "stage": 3, **options})

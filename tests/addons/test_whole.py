@@ -1,22 +1,21 @@
-"""Muon, alone and beside AdamW: the bits of plain torch, however parameters are cut over chunks, tiers and ranks."""
-
-from __future__ import annotations
+"""Muon, and optimizers that zk does not know: the bits of plain torch wherever parameters are cut, or refused by what differed in a trial."""
 
 import copy
-import itertools
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zk
-from tests.models import GPT, batch, loss_of, train
-from tests.parity import Case, make_optimizer, run_case_with
+from tests.models import GPT, step, train
+from tests.parity import Case, Lion, run_case_with
 from tests.world import run_world
 from zk import store
+from zk.addons import ALWAYS
 
 pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
 
@@ -43,74 +42,110 @@ def several(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
     return [first, torch.optim.AdamW(others, lr=1e-2, betas=(0.9, 0.95))]
 
 
+def simple(self: Any, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    state["average"] = state.get("average", torch.zeros_like(param)).lerp(param.grad, 1 - self.sharpness)
+    return param * group["weight_decay"] + state["average"].tanh()
+
+
+def of_whole(self: Any, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    state["updates"] = state.get("updates", 0) + 1
+    average = simple(self, param, state, group)
+    return state["updates"] ** -0.5 * param.norm() / average.norm().clamp(min=1e-6) * average
+
+
+DIRECTIONS: dict[str, Any] = {  # what an optimizer goes along
+    "Simple": simple,
+    "OfWhole": of_whole,  # as LAMB and LARS do: a step as long as the parameter
+    "Noisy": lambda self, param, state, group: param.grad + torch.randn_like(param),
+    "ByShape": lambda self, param, state, group: param.grad * param.ndim,
+    "InPlace": lambda self, param, state, group: param.grad.mul_(2),  # an update that is made again would need what it was
+    "Counting": lambda self, param, state, group: (group.update(seen=group.get("seen", 0) + 1), param.grad / group["seen"])[1],
+    "Rows": lambda self, param, state, group: (state.update(rows=param.grad.square().mean(dim=-1)), param.grad)[1],
+    "Bits": lambda self, param, state, group: state.setdefault("first", param.grad.bfloat16()),  # fewer than zk keeps
+    "ByNumber": lambda self, param, state, group: (state.update(most=param.grad.abs().max()), param.grad)[1],
+    "Global": lambda self, param, state, group: param.grad / sum(one.grad.norm() for one in group["params"] if one.grad is not None),
+}
+
+
+class Along(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0) -> None:
+        self.sharpness = 0.5
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in [param for param in group["params"] if param.grad is not None]:
+                param.sub_(group["lr"] * DIRECTIONS[type(self).__name__](self, param, self.state[param], group))
+
+
+KINDS: dict[str, Any] = {name: type(name, (Along,), {}) for name in DIRECTIONS}
+
+
+def of(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    matrices, vectors = [p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]
+    return KINDS.get(name, Lion)([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 3e-3}])  # type: ignore[no-any-return]
+
+
+PARAM = r"\['param'\]"
+OPTIONS = {"Muon": None, "Signs": "elementwise", "Simple": "elementwise", "OfWhole": "parameterwise"}
+
+
 def run(case: Case) -> str:
-    return run_case_with(case, lambda name, params: several(params), lambda name, params: Pair(params))
+    ours, plain = (lambda name, params: several(params), lambda name, params: Pair(params)) if case.optimizer == "Muon" else (of, of)
+    return run_case_with(case, ours, plain, **{OPTIONS[case.optimizer] or "parameterwise": case.optimizer != "Muon"})
 
 
 GRID = [
-    Case(stage=stage, dtype=dtype, tier=tier, optimizer="Muon", steps=3)
-    for stage, (dtype, tier) in itertools.product(range(4), (("bf16", "host"), ("fp32", "nvme"), ("fp16", "device")))
-]
-OTHERS = [
-    Case(stage=2, dtype="bf16", optimizer="Muon", model="sometimes", accumulation=2, steps=4),
-    Case(stage=3, dtype="bf16", optimizer="Muon", model="frozen", tier="nvme", adversary=True, steps=3),
+    *(Case(stage=stage, dtype="bf16", optimizer=name, steps=3) for stage in range(4) for name in OPTIONS),
+    *(Case(stage=stage, optimizer=name, tier="nvme", steps=3) for stage in range(4) for name in ("Muon", "OfWhole")),
+    *(Case(stage=stage, dtype="fp16", optimizer=name, tier="device", steps=3) for stage, name in enumerate(OPTIONS)),
+    *(Case(stage=2, dtype="bf16", optimizer=name, model="sometimes", accumulation=2, steps=4) for name in ("Muon", "Signs", "OfWhole")),
+    *(Case(stage=3, dtype="bf16", optimizer=name, model="frozen", tier="nvme", adversary=True, steps=3) for name in ("Muon", "OfWhole")),
     Case(stage=3, dtype="bf16", optimizer="Muon", model="tied", no_sync=True, accumulation=2, clip=None, steps=3),
-    Case(stage=2, dtype="bf16", optimizer="Muon", clip=50.0, overlap_step="backward", steps=4),  # type: ignore[arg-type]
-    Case(stage=3, dtype="bf16", optimizer="Muon", clip=50.0, overlap_step="backward", tier="nvme", steps=4),  # type: ignore[arg-type]
+    Case(stage=3, dtype="bf16", optimizer="Signs", overlap_step=True, steps=3),
+    *(Case(stage=2, optimizer=name, clip=50.0, overlap_step="backward", steps=4) for name in OPTIONS),  # type: ignore[arg-type]
 ]
-
-
-@pytest.mark.parametrize("case", [*GRID, *OTHERS], ids=str)
-def test_muon_trains_what_plain_torch_trains(case: Case) -> None:
-    assert run(case) == ""
-
-
-ON_DEVICES = [
-    Case(stage=stage, dtype="bf16", tier=tier, optimizer="Muon", model=model, accumulation=2, steps=2)
-    for tier in ("device", "host")
-    for stage, model in ((3, "plain"), (2, "sometimes"))
-]
+if torch.cuda.is_available():
+    GRID = [Case(stage=s, dtype="bf16", tier=tier, optimizer="Muon", accumulation=2, steps=2) for s in (2, 3) for tier in ("device", "host")]
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("case", ON_DEVICES, ids=str)
-def test_muon_where_copies_run_late(case: Case) -> None:
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_it_trains_what_plain_torch_trains(case: Case) -> None:
     assert run(case) == ""
 
 
 @pytest.mark.device
-def test_muon_over_ranks_trains_what_plain_torch_trains() -> None:
-    cases = ON_DEVICES if torch.cuda.is_available() else [*GRID[1:], *OTHERS]
-    table = run_world(2, run, cases, timeout=300)
-    assert {str(case): rows for case, rows in zip(cases, table, strict=True) if any(rows)} == {}
+def test_ranks_train_what_plain_torch_trains() -> None:
+    table = run_world(2, run, GRID, timeout=300)
+    assert {str(case): rows for case, rows in zip(GRID, table, strict=True) if any(rows)} == {}
 
 
 def wrapped(variant: str = "sometimes", **options: Any) -> tuple[nn.Module, list[Any], zk.ZeroOptimizer]:
     """One with a weight that lies in memory as its transpose does, which is cut over chunks and ranks."""
     torch.manual_seed(0)
-    model = GPT(variant).bfloat16() if variant == "sometimes" else GPT(variant)
+    model = GPT(variant)
     model.head.weight.data = model.head.weight.data.t().contiguous().t()
     inners = several(list(model.parameters()))
     with mock.patch.object(store, "CHUNK_NUMEL", 1000):
         return model, inners, zk.ZeroOptimizer(model, inners, **options)
 
 
-def test_states_go_to_plain_torch_and_to_checkpoints_and_back(tmp_path: Path) -> None:
-    model, _, optimizer = wrapped()
+def test_states_go_to_checkpoints_and_back_and_an_error_half_way_is_heard(tmp_path: Path) -> None:
+    model, inners, optimizer = wrapped(dtype="bf16")
     train(model, optimizer, 2)
     optimizer.save_checkpoint(tmp_path / "saved", async_save=True)
     states = copy.deepcopy(optimizer.state_dict())
-    plain = several([nn.Parameter(torch.zeros_like(param, dtype=torch.float32)) for param in model.parameters()])
-    assert [len(group["params"]) for group in states["param_groups"]] == [len(group["params"]) for one in plain for group in one.param_groups]
-    assert all(states["state"][n]["momentum_buffer"].shape == p.shape for n, p in enumerate(plain[0].param_groups[0]["params"]))
     want = train(model, optimizer, 2, start=2)
-    optimizer.close()
+    inners[0].param_groups[1]["ns_steps"] = 100  # which torch refuses in step()
+    with pytest.raises(ValueError, match="less than 100"):
+        train(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"a step failed half-way \(ValueError"):
+        train(model, optimizer)
     for way in ("a checkpoint", "state_dict"):
-        other, _, again = wrapped(stage=3, param_tier="host", optimizer_tier="nvme", nvme_path=tmp_path)
-        if way == "a checkpoint":
-            again.load_checkpoint(tmp_path / "saved")
-        else:  # masters come along
-            again.load_state_dict(states)
+        other, _, again = wrapped(dtype="bf16", stage=3, param_tier="host", optimizer_tier="nvme", nvme_path=tmp_path)
+        again.load_checkpoint(tmp_path / "saved") if way == "a checkpoint" else again.load_state_dict(states)
         assert train(other, again, 2, start=2) == want, way
         again.close()
 
@@ -125,31 +160,75 @@ def test_a_weight_in_another_order_is_updated_in_its_own(stage: int) -> None:
     with optimizer:
         for number in range(3):
             train(model, optimizer, start=number)
-            loss_of(plain, batch(number)).backward()
-            theirs.step()
-            plain.zero_grad()
-    assert all(torch.equal(got, want) for got, want in zip(model.parameters(), plain.parameters(), strict=True))
-
-
-def test_an_error_half_way_is_heard() -> None:
-    model, inners, optimizer = wrapped(stage=2)
-    train(model, optimizer)
-    saved = optimizer.state_dict()
-    inners[0].param_groups[1]["ns_steps"] = 100  # which torch refuses in step()
-    with pytest.raises(ValueError, match="less than 100"):
-        train(model, optimizer)
-    with pytest.raises(RuntimeError, match=r"a step failed half-way \(ValueError"):
-        train(model, optimizer)
-    inners[0].param_groups[1]["ns_steps"] = 5
-    optimizer.load_state_dict(saved)
-    train(model, optimizer)
+            step(plain, theirs, number)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
 @pytest.mark.parametrize("options", [{"overlap_step": True, "stage": 3}, {"state_dtype": "bf16"}])
 def test_what_updates_slices_is_refused(options: dict[str, Any]) -> None:
+    says = r"overlap_step=True updates beside.*use overlap_step='backward'|state_dtype= is for Adam"
+    for option, inner in (({}, several), ({"parameterwise": True}, Lion)):
+        model = GPT()
+        with pytest.raises(ValueError, match=says):
+            zk.ZeroOptimizer(model, inner([*model.parameters()]), **options, **option)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "says"),
+    [
+        ("OfWhole", "elementwise", f"OfWhole is not elementwise, as zk found with small parameters.*{PARAM}.*use parameterwise=True or torch"),
+        ("Rows", "elementwise", r"\['rows'\]"),
+        ("Bits", "elementwise", r"'dtype' do not match.*\['first'\]"),
+        ("Global", "parameterwise", f"Global is not parameterwise, .*{PARAM}.*use torch.optim.Muon"),
+        ("LBFGS", "elementwise", "LBFGS is not elementwise.*closure"),
+        *((name, "parameterwise", "The size of tensor a|'shape' do not match") for name in ("Rows", "Adafactor")),
+        *((name, "elementwise", PARAM) for name in ("ByShape", "Noisy", "InPlace", "Counting")),
+        *((name, "parameterwise", PARAM) for name in ("Noisy", "InPlace", "Counting")),
+        *(("ByNumber", option, r"\['most'\]") for option in ("elementwise", "parameterwise")),
+    ],
+)
+def test_the_trial_refuses_by_what_differed_before_anything_moves(name: str, option: str, says: str) -> None:
     model = GPT()
-    places = [param.data_ptr() for param in model.parameters()]
-    for inner in (several(list(model.parameters())), make_optimizer("Lion", list(model.parameters()))):
-        with pytest.raises(ValueError, match=r"overlap_step=True updates beside.*use overlap_step='backward'|state_dtype= is for Adam"):
-            zk.ZeroOptimizer(model, inner, **options, **({} if isinstance(inner, list) else {"parameterwise": True}))
-    assert places == [param.data_ptr() for param in model.parameters()]
+    places, draws = [param.data_ptr() for param in model.parameters()], torch.get_rng_state()
+    with pytest.raises(TypeError, match=f"(?s){says}"):
+        zk.ZeroOptimizer(model, (KINDS.get(name) or getattr(torch.optim, name))(model.parameters()), **{option: True})
+    assert places == [param.data_ptr() for param in model.parameters()] and torch.equal(draws, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", [*OPTIONS][1:])
+def test_schedules_hooks_attributes_and_states_reach_the_update(name: str, tmp_path: Path) -> None:
+    """A schedule counts calls in the place of the optimizer's step(), which updates of slices must not call."""
+    torch.manual_seed(0)
+    model, calls = GPT(), []
+    plain = copy.deepcopy(model)
+    mine, theirs = (of(name, list(one.parameters())) for one in (model, plain))
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (mine, theirs)]
+    mine.register_step_pre_hook(lambda *_: calls.append(1))
+    with zk.ZeroOptimizer(model, mine, stage=1, **{OPTIONS[name]: True}) as optimizer:
+        for number in range(3):
+            train(model, optimizer, start=number)
+            step(plain, theirs, number)
+            mine.sharpness = theirs.sharpness = 0.7  # type: ignore[attr-defined]
+            for schedule in schedules if number < 2 else ():
+                schedule.step()
+            if number == 1:
+                optimizer.save_checkpoint(tmp_path)
+                states, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
+        for way in ("", "states", "a checkpoint"):
+            if way:  # and again
+                optimizer.load_checkpoint(tmp_path) if way == "a checkpoint" else optimizer.load_state_dict(states)
+                model.load_state_dict(weights)
+                train(model, optimizer, start=2)
+            assert all(map(torch.equal, model.parameters(), plain.parameters())), way
+        assert calls == [1] * 5
+
+
+def test_what_means_nothing_or_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = GPT()
+    with pytest.raises(ValueError, match="elementwise must be True or False; got 1"):
+        zk.ZeroOptimizer(model, Lion(model.parameters()), elementwise=1)
+    monkeypatch.setitem(sys.modules, "zk.addons.whole", None)
+    monkeypatch.delitem(ALWAYS, "whole")
+    with pytest.raises(TypeError, match=r"'parameterwise' is in zk\.addons\.whole, which is not there"):
+        zk.ZeroOptimizer(model, Lion(model.parameters()), parameterwise=True)
+    zk.ZeroOptimizer(model, Lion(model.parameters()), elementwise=True).close()
