@@ -1,4 +1,4 @@
-"""What hangs on the seams: a module is imported when it is first used.
+"""Registry of what hangs on the seams: a module is imported when it is first used.
 
 A line, and its file, may be deleted: its option is an error then, which names the file.
 """

@@ -23,22 +23,23 @@ class Buffers(Addon):
     def attach(self, optimizer: ZeroOptimizer) -> None:
         self.optimizer, self.written = optimizer, set[str]()  # modules
         # where buffers were, and their versions, in the first step
-        self.before: dict[str, Any] = {}
+        self.before: dict[str, Any] | None = None
 
     def around_update(self, run: Update) -> Update:
         """Ranks ask each other ever more rarely, and at each step once something is written."""
         comm, steps = self.optimizer._layout.comm, self.optimizer.num_steps
-        here = dict(self.optimizer.model.named_buffers()) if comm.size > 1 else {}
-        if here and (self.written or not self.before or steps & (steps - 1) == 0):
-            self.share(comm, here)
+        is_due = self.written or self.before is None or steps & (steps - 1) == 0
+        if comm.size > 1 and is_due:
+            self.share(comm, dict(self.optimizer.model.named_buffers()))
         return run
 
     def share(self, comm: Comm, here: dict[str, Tensor]) -> None:
         """Give all ranks the first one's buffers, but for those whose shape differs by rank."""
         now = {name: (buffer.data_ptr(), buffer._version) for name, buffer in here.items()}
-        changed = [module_of(name) for name in now if now[name] != self.before.get(name)]
+        before = self.before or {}
+        changed = [module_of(name) for name in now if now[name] != before.get(name)]
         shapes = {name: tuple(buffer.shape) for name, buffer in here.items()}
-        said = comm.words("buffers", (changed, shapes))
+        said = comm.words("buffers", (changed, shapes)) if here else []
         self.written.update(*(modules for modules, _ in said))
 
         def is_shared(name: str) -> bool:
@@ -49,7 +50,7 @@ class Buffers(Addon):
             values = here[name].detach().contiguous()
             comm.broadcast(name, values.reshape(-1).view(torch.uint8))
             here[name].data.copy_(values)
-        if not self.before:  # all of them were shared, as any may have been written
+        if self.before is None:  # all of them were shared, as any may have been written
             self.before, self.written = now, set()
 
 
