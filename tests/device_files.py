@@ -10,6 +10,7 @@ WHOLE = (
 )
 # the tests marked ``device`` or ``device_only``: those that execute lines for CUDA which no other does. The rest of these files takes minutes
 IN_PART = (
+    "addons/test_accumulation.py",
     "addons/test_backward.py",
     "addons/test_delayed.py",
     "addons/test_parked.py",

@@ -173,8 +173,8 @@ def deepspeed(model: nn.Module, stage: int, tier: str = "cpu") -> Step:
     return step
 
 
-def zk(model: nn.Module, stage: int, tier: str = "host", **options: object) -> Step:
-    """zk with the optimizer (and at stage 3 the parameters) on a tier."""
+def zk(model: nn.Module, stage: int, tier: str = "host", accumulates: bool = False, **options: object) -> Step:
+    """zk with the optimizer (and at stage 3 the parameters) on a tier; its micro-batches one by one, or block by block."""
     from zk import ZeroOptimizer
 
     inner = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY)
@@ -185,8 +185,14 @@ def zk(model: nn.Module, stage: int, tier: str = "host", **options: object) -> S
     optimizer = ZeroOptimizer(model, inner, stage=stage, dtype="bf16", clip_grad_norm=CLIP[0] or None, **tiers, **options)
     METERS.append(optimizer.metrics)
 
+    def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss: Tensor = model(*batch) / MICRO[0]
+        return loss
+
     def step(batches: MicroBatches) -> float:
-        for ids, targets in batches:
+        if accumulates:
+            loss = optimizer.accumulate(batches, loss_of)[-1] * MICRO[0]
+        for ids, targets in () if accumulates else batches:
             loss = model(ids, targets)
             (loss / len(batches)).backward()
         optimizer.step()
@@ -207,6 +213,8 @@ SYSTEMS: dict[str, Callable[[nn.Module], Step]] = {
     "zk_stage3": lambda model: zk(model, 3),
     "zk_stage3_device": lambda model: zk(model, 3, "device"),
     "zk_stage3_nvme": lambda model: zk(model, 3, "nvme"),
+    "zk_stage3_accumulate": lambda model: zk(model, 3, accumulates=True),
+    "zk_stage3_nvme_accumulate": lambda model: zk(model, 3, "nvme", accumulates=True),
     "zk_stage3_nvme_cached": lambda model: zk(model, 3, "nvme", host_budget="1.75GiB"),
     "zk_stage3_overlap_step": lambda model: zk(model, 3, "host", overlap_step=True),
     "zk_stage3_nvme_overlap_step": lambda model: zk(model, 3, "nvme", overlap_step=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import tempfile
@@ -22,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "backward": {"overlap_step": "backward"},
     "announce": {"announce": True},
     "experts": {"experts": True},
+    "accumulate": {},  # instead of two backward passes
     "parked": {},  # between steps
     "8bit": {"state_dtype": "8bit"},
     "bf16": {"state_dtype": "bf16"},
@@ -44,9 +46,14 @@ def trained(case: tuple[set[str], int, str]) -> dict[str, Tensor]:
         inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
         with zk.ZeroOptimizer(model, inner, stage=stage, dtype=dtype, clip_grad_norm=0.5, **options) as optimizer:
             for step in range(3):
-                for micro in range(2):
-                    draws = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
-                    optimizer.backward(model(torch.randn(24, WIDTH, generator=draws).to(dtype)) / 2)
+                draws = [torch.Generator().manual_seed(100 * step + 10 * micro + rank) for micro in range(2)]
+                batches = [torch.randn(24, WIDTH, generator=draw).to(dtype) for draw in draws]
+                if "accumulate" in names:
+                    optimizer.accumulate(batches, lambda model, x: model(x) / 2)
+                for x in () if "accumulate" in names else batches:
+                    is_local = dist.is_initialized() and x is batches[0]  # ranks then add up in the order of accumulate()
+                    with optimizer.no_sync() if is_local else contextlib.nullcontext():
+                        optimizer.backward(model(x) / 2)
                 optimizer.step()
                 optimizer.zero_grad()
                 if "parked" in names:

@@ -35,6 +35,7 @@ METHODS = {  # name of a method of ZeroOptimizer -> "module:function"
     "save_checkpoint": "zk.checkpoint.save:save_checkpoint",
     "load_checkpoint": "zk.checkpoint.load:load_checkpoint",
     "consolidated_state_dict": "zk.checkpoint.export:consolidated_state_dict",
+    "accumulate": "zk.addons.accumulation:accumulate",
     "parked": "zk.addons.parked:Parked",
     "metrics": "zk.tools.metrics:metrics",
     "summary": "zk.tools.summary:summary",

@@ -1,0 +1,302 @@
+"""``optimizer.accumulate(batches, loss_fn)``: micro-batches, block by block.
+
+All micro-batches pass a block before any passes the next one, in forward and in backward: in a step
+a block is gathered twice, and its gradient reduced once. The bits are those of the usual loop, all
+but its last pass within no_sync(), with a checkpoint around each block.
+
+Forward and backward of a micro-batch run in a lane: a thread that stops where a block is called, by
+the model or by a checkpoint that computes it again. One lane runs at a time, and each has random
+numbers of its own. What cannot be followed is refused by name, and all gradients are dropped.
+
+Uses of the core: ``Runtime.holding``, ``begin_gather``, ``release``, its state of a call;
+``Reducer.exchange``, ``finish``, ``begin``, ``waiting``; ``Gradient.collect``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterable
+from functools import partial
+from operator import is_
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from zk.logs import require
+from zk.nn.activations import offload_activations
+from zk.optimizer import ZeroOptimizer
+from zk.parallel.gradient import in_backward
+from zk.parallel.runtime import RUNTIMES, keep, kept, saving_hooks
+from zk.store import UnitStore
+
+Loss = Callable[[nn.Module, Any], Any]
+ACCUMULATE = 2.0  # what a rank says where others say STEP or BEGIN
+
+
+def accumulate(
+    optimizer: ZeroOptimizer,
+    batches: Iterable[Any],
+    loss_fn: Loss,
+    keep_activations: str = "device",
+) -> list[Tensor]:
+    """Forward and backward of ``loss_fn(model, batch)`` for each batch; step() comes after it.
+
+    A collective of all ranks. It adds to gradients of earlier passes, as backward() does.
+
+    Args:
+        batches: the micro-batches of a step, each what ``loss_fn`` takes as its second argument.
+        loss_fn: returns a scalar tensor with a graph, divided by what the mean is taken over. It
+            runs in a thread of its own for each batch, one at a time; it does not call backward().
+        keep_activations: where inputs of blocks wait for backward, "device" or "host".
+
+    Returns the losses, detached scalars, in the order of ``batches``.
+
+    Raises:
+        ValueError: no batches, or no such place.
+        RuntimeError: what it cannot follow (see docs/guides/overlap.md). After this and any other
+            error all gradients are dropped, and training can continue.
+    """
+    with optimizer._layout.comm.together("accumulate()"):
+        batches = list(batches)
+        require(batches, "accumulate() was given no batches; give it those of one step")
+        words = f"keep_activations must be 'device' or 'host'; got {keep_activations!r}"
+        require(keep_activations in ("device", "host"), words)
+        work = Accumulation(optimizer, loss_fn, keep_activations == "host")
+    try:
+        return work.run(batches)
+    except BaseException:
+        work.reducer.num_local = 0
+        optimizer.zero_grad()
+        raise
+
+
+def refuse(is_wrong: Any, words: str) -> None:
+    require(not is_wrong, f"accumulate(): {words}; use the usual loop", RuntimeError)
+
+
+class Lane:
+    """One micro-batch: it runs between two calls of blocks."""
+
+    def __init__(self, compute: Callable[[Lane], None], random: list[Tensor]) -> None:
+        self.random, self.is_back = random, False
+        self.go: SimpleQueue[bool] = SimpleQueue()  # True: end
+        self.stands: SimpleQueue[Any] = SimpleQueue()
+        self.block: Any = self  # that it is about to call; None: it has ended
+        # what the runtime knows of the call, and of the backward, in this thread
+        self.runtime = {"depth": 0, "thread": 0, "saving": contextlib.nullcontext()}
+        self.runtime |= {"around": (keep, kept), "ending": -1, "descending": 0}
+        context = contextvars.copy_context()
+        Thread(target=context.run, args=(self.run, compute), daemon=True).start()
+
+    def run(self, compute: Callable[[Lane], None]) -> None:
+        try:
+            self.pause()
+            compute(self)
+            self.stands.put((None, None))
+        except BaseException as error:
+            self.stands.put((None, error))
+
+    def stand(self, block: nn.Module) -> None:
+        self.stands.put((block, None))
+        self.pause()
+
+    def pause(self) -> None:
+        if self.go.get():
+            raise SystemExit  # another lane has failed
+
+
+class Accumulation:
+    """One call of ``accumulate``."""
+
+    def __init__(self, optimizer: ZeroOptimizer, loss_fn: Loss, is_host: bool) -> None:
+        self.optimizer, self.runtime, self.loss_fn = optimizer, optimizer._runtime, loss_fn
+        self.reducer, device = optimizer._layout.reducer, optimizer._layout.device
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in {"cpu", device.type}
+        ]
+        self.generators = [torch.default_generator, *torch.cuda.default_generators]
+        self.keeping = offload_activations(optimizer.model) if is_host else contextlib.nullcontext()
+        self.lanes, self.losses = list[Lane](), list[Tensor]()
+        stores, modules = self.runtime.stores, [*optimizer.model.modules()]
+        used = {store.unit.module for store in stores} - {optimizer.model}
+        within = {part for one in used for part in one.modules() if part is not one}
+        named = optimizer.model.named_modules()
+        self.names = {module: name for name, module in named if module in used - within}
+        self.stores = {
+            b: [s for s in stores if s.unit.module in {*b.modules()}] for b in self.names
+        }
+        self.spaces = [space for m in modules for space in (vars(m), m._buffers)]
+        owners = [r for r in RUNTIMES if not {*r.model.modules()}.isdisjoint(modules)]
+        refuse(len(owners) > 1, "two ZeroOptimizers train the model")
+
+    @torch.no_grad()
+    def run(self, batches: list[Any]) -> list[Tensor]:
+        reducer, runtime, syncs = self.reducer, self.runtime, self.reducer.syncs
+        inside = {store for stores in self.stores.values() for store in stores}
+        seeds = [int(torch.randint(2**62, ())) for _ in batches]
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.put_random, self.random())
+            stack.enter_context(runtime.holding([s for s in runtime.stores if s not in inside]))
+            for store in reducer.waiting:  # what users have put there has no loss scale
+                if any(param.grad is not None for param in store.unit.params):
+                    store.grad.collect()
+            stack.callback(reducer.begin)
+            stack.callback(vars(reducer).update, loss_scale=1.0, syncs=syncs)
+            stack.callback(vars(runtime).update, prefetch=runtime.prefetch)
+            passes, runtime.prefetch = reducer.num_local + len(batches), 0
+            vars(reducer).update(syncs=False, loss_scale=reducer.scaler.scale)
+            said = reducer.exchange(ACCUMULATE, passes, True) if syncs else []
+            refuse(any(row[0] != ACCUMULATE for row in said), "another rank does not call it")
+            self.calls = {b: b._compiled_call_impl or b._call_impl for b in self.names}
+            for block in self.names:
+                stack.callback(vars(block).update, _compiled_call_impl=block._compiled_call_impl)
+                vars(block)["_compiled_call_impl"] = partial(self.called, block)
+            self.before = [dict(space) for space in self.spaces]
+            stack.callback(self.stop)
+            for batch, seed in zip(batches, seeds, strict=True):
+                made = [torch.Generator(one.device).manual_seed(seed) for one in self.generators]
+                compute = partial(self.compute, batch)
+                self.lanes.append(Lane(compute, [one.get_state() for one in made]))
+                self.switch(self.lanes[-1])
+            self.pass_blocks(syncs)
+            if syncs:
+                self.reduce(runtime.stores)
+        return self.losses
+
+    def pass_blocks(self, syncs: bool) -> None:
+        """Let all lanes pass a block, and then the next: in forward, and the other way in backward."""
+        blocks, order = [*self.names], list[nn.Module]()
+        while ways := {self.names.get(lane.block) for lane in self.lanes} - {None}:
+            block, is_back = self.lanes[0].block, self.lanes[0].is_back
+            is_one = all((lane.block, lane.is_back) == (block, is_back) for lane in self.lanes)
+            refuse(not is_one, f"micro-batches take different ways, to blocks {ways}")
+            if is_back:
+                refuse(
+                    block not in order, f"a checkpoint is around {self.names[block]!r} and others"
+                )
+                while order.pop() is not block:
+                    pass  # no gradient goes through that one
+            order += [block] * (not is_back)
+            number = blocks.index(block) + 1
+            following = order[-1:] if is_back else blocks[number : number + 1]
+            with self.runtime.holding(self.stores[block]):
+                for other in following if self.optimizer.config.prefetch else ():
+                    for store in self.stores[other]:
+                        self.runtime.begin_gather(store, False)
+                for lane in self.lanes:
+                    self.switch(lane)
+            for store in list(self.runtime.gathered):  # what autograd has gathered of others
+                self.runtime.release(store)
+            self.compare_attributes()
+            if syncs and is_back:
+                self.reduce(self.stores[block])
+
+    def compare_attributes(self) -> None:
+        """Refuse what forward has set in modules, but for a new flag: other lanes see it."""
+        for space, old in zip(self.spaces, self.before, strict=True):
+            if len(space) != len(old) or not all(map(is_, space.values(), old.values())):
+                flags = {name for name in space.keys() - old if space[name] is True}
+                names = [
+                    n for n in space | old if space.get(n) is not old.get(n) and n not in flags
+                ]
+                refuse(
+                    names, f"forward sets {names} of a module, which all micro-batches would see"
+                )
+
+    def switch(self, lane: Lane, ends: bool = False) -> None:
+        """Let a lane run until it calls a block, or ends; collect each gradient that it made."""
+        runtime, self.lane = vars(self.runtime), lane
+        main = {name: runtime[name] for name in lane.runtime}
+        self.put_random(lane.random)
+        runtime.update(lane.runtime)
+        try:
+            lane.go.put(ends)
+            lane.block, error = lane.stands.get()
+        finally:
+            lane.runtime = {name: runtime[name] for name in main}
+            runtime.update(main)
+            lane.random = self.random()
+        if error:
+            raise error
+        for store, missing in self.reducer.waiting.items():
+            if missing < len(store.unit.params):
+                store.grad.collect()
+        self.reducer.begin()
+
+    def stop(self) -> None:
+        """End all lanes; those that stand before a block leave it as after an error."""
+        for lane in self.lanes:
+            while lane.block is not None:
+                with contextlib.suppress(BaseException):
+                    self.switch(lane, ends=True)
+
+    def compute(self, batch: Any, lane: Lane) -> None:
+        """In a lane: what threads have of their own is as outside, also in backward."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.cuda.stream(self.stream))
+            for kind, dtype, is_on in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, is_on))
+            loss = self.loss_fn(self.optimizer.model, batch)
+            is_loss = isinstance(loss, Tensor) and loss.shape == () and loss.requires_grad
+            refuse(not is_loss, "loss_fn must return a scalar tensor that has a graph")
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            lane.is_back = True
+            (loss * self.reducer.loss_scale).backward()  # type: ignore[no-untyped-call]
+            self.losses.append(loss.detach())
+
+    def called(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """A block is called: wait for the other lanes; in forward, compute it within a checkpoint."""
+
+        def run(*args: Any) -> Any:
+            if in_backward():
+                refuse(not self.lane.is_back, "loss_fn calls backward() or torch.autograd.grad()")
+                self.lane.stand(block)
+            return self.calls[block](*args, **kwargs)
+
+        if not in_backward():
+            self.lane.stand(block)
+        saves = getattr(saving_hooks()[0], "__module__", "") != "torch.utils.checkpoint"
+        if in_backward() or not saves or not torch.is_grad_enabled():  # the model has a checkpoint
+            return run(*args)
+        watched = [args, kwargs, *block.buffers()]
+        known = contents(watched)
+        with self.keeping:
+            result = checkpoint(run, *args, use_reentrant=False)
+        words = (
+            f"block {self.names[block]!r} writes into its arguments (use_cache=False) or buffers"
+        )
+        refuse(contents(watched) != known, words)
+        return result
+
+    def random(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self.generators]
+
+    def put_random(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self.generators, states, strict=True):
+            generator.set_state(state)
+
+    def reduce(self, stores: list[UnitStore]) -> None:
+        """Reduce what any rank has of these units; all learn what has a gradient."""
+        reducer, waiting = self.reducer, self.reducer.waiting
+        reducer.waiting = {store: 0 for store in stores if store in waiting}
+        reducer.finish(in_order=False)
+        reducer.waiting = waiting
+
+
+def contents(value: Any, depth: int = 5) -> list[tuple[int, int]]:
+    """Identity and version of all tensors that a value leads to, through its attributes too."""
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append((id(leaf), leaf._version))
+        elif depth and not isinstance(leaf, (nn.Module, type)):
+            found += contents(getattr(leaf, "__dict__", {}), depth - 1)
+    return found
