@@ -45,7 +45,7 @@ class Layout:
         self.config, self.seams, self.stage, self.comm = config, seams, config.stage, comm
         self.reducer = Reducer(self.comm, seams.reduced)
         self.reducer.syncs = config.stage != 1
-        self.sharers = self.comm if config.stage else Comm(alone=True)
+        self.sharers = comm.sharers if config.stage else Comm(alone=True)
         self.num_threads = config.num_threads or default_threads()
         groups = [(inner, group) for inner in inners for group in inner.param_groups]
         self.owners = {param: pair for pair in groups for param in pair[1]["params"]}

@@ -258,7 +258,7 @@ def choose(
     MemoryError on all ranks where one has not enough. ``freed``: tensors that training gives back.
     """
     joined = device.type == "cpu"
-    placement, held = Placement(config, sizes, comm.size, joined), held_nbytes(freed, joined)
+    placement, held = Placement(config, sizes, comm.sharers.size, joined), held_nbytes(freed, joined)
     local = max(1, min(comm.size, int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     sharers = {"device": 1, "host": local, "nvme": local}
     with comm.together("ZeroOptimizer()"):

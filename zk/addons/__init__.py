@@ -11,6 +11,7 @@ OPTIONS = {  # option -> "module:class"
     "experts": "zk.addons.experts:Experts",
     "model_parallel_group": "zk.addons.model_parallel:given",
     "replicated_params": "zk.addons.model_parallel:given",
+    "shard_group": "zk.addons.hybrid:Hybrid",
     "delay_update": "zk.addons.delayed:Delayed",
     "elementwise": "zk.addons.tried:Elementwise",
     "parameterwise": "zk.addons.tried:Parameterwise",

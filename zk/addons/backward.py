@@ -45,7 +45,7 @@ class Backward(Addon):
     def attach(self, optimizer: ZeroOptimizer) -> None:
         self.optimizer, config, layout = optimizer, optimizer.config, optimizer._layout
         size = [Size.of(s.unit, s.codec.fields, optimizer.model) for s in optimizer._runtime.stores]
-        placement = Placement(config, size, layout.comm.size, layout.device == CPU)
+        placement = Placement(config, size, layout.comm.sharers.size, layout.device == CPU)
         used: Any = placement.by_memory(placement.footprint([*layout.places.values()]))["host"]
         room = (config.host_budget or used + host_memory()[1] // 2 // layout.comm.size) - used
         for store in reversed(optimizer._trained):  # in the order of backward

@@ -57,6 +57,7 @@ class Comm:
                 f"rank {dist.get_rank()} is not in process_group; make the optimizer on its "
                 "ranks only"
             )
+        self.sharers = self  # an add-on may have fewer ranks share states
         self.of_host = host_group(group or dist.group.WORLD) if self.size > 1 else group
 
     def all_gather(

@@ -1,0 +1,69 @@
+"""``shard_group=``: a few ranks, such as a node's, share states; other groups hold replicas.
+
+Parameters are gathered within the group, whose links are fast; a rank then holds a larger share.
+Gradients are the mean of all ranks, with the bits of training without groups. A checkpoint is the
+same as well: each rank writes what it reduces. Hybrid sharding: PyTorch FSDP, arXiv 2304.11277.
+
+Uses of the core: the seams ``check`` and ``comm``; Comm, of which ``sharers`` differ from all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zk.addon import Addon
+from zk.config import ZeroConfig
+from zk.logs import require
+from zk.parallel.comm import Collective, Comm
+
+
+class HybridComm(Comm):
+    """All ranks. Reduced is a part of this rank's shard, and ``all_gather`` makes it whole.
+
+    Ranks are numbered by their shard, so that a rank's part of a buffer is within its shard.
+    """
+
+    def __init__(self, comm: Comm, group: dist.ProcessGroup) -> None:
+        super().__init__(comm.group)
+        said = comm.words("shard_group", dist.get_process_group_ranks(group))
+        members = dist.get_process_group_ranks(comm.group or dist.group.WORLD)
+        groups = {tuple(ranks) for ranks in said}
+        self.sharers, size = Comm(group), len(said[0])
+        require(
+            size > 1 and sorted(sum(groups, ())) == sorted(members) == sorted({*sum(groups, ())})
+            and {*map(len, groups)} == {size},
+            "shard_group must be one of several groups of process_group= that have no rank in "
+            f"common, at least two each, and equally many; ranks gave {sorted(groups)}",
+        )  # fmt: skip
+        places = [ranks.index(own) for ranks, own in zip(said, members, strict=True)]
+        numbered = sorted(range(self.size), key=lambda rank: (places[rank], rank))
+        alike = [members[rank] for rank in numbered if places[rank] == self.sharers.rank]
+        self.replicas = Comm(dist.new_group(alike, use_local_synchronization=True))
+        self.parts = [*map(numbered.index, range(self.size))]  # that each rank reduces
+        self.rank = self.parts[self.rank]
+
+    def reduce_scatter(self, about: str, bucket: Tensor) -> Tensor:
+        return super().reduce_scatter(about, bucket.view(self.size, -1)[self.parts].flatten())
+
+    def all_gather(
+        self, about: str, shard: Tensor, full: Tensor | None = None
+    ) -> tuple[Tensor, Collective]:
+        return self.replicas.all_gather(about, shard, full)
+
+
+class Hybrid(Addon):
+    def __init__(self, group: Any) -> None:
+        words = "shard_group must be a ProcessGroup that this rank is a member of (of a DeviceMesh: "
+        words += f"mesh['shard'].get_group()); got {group!r}"
+        require(isinstance(group, dist.ProcessGroup), words, TypeError)
+        self.group = group
+
+    def check(self, model: nn.Module, optimizers: Any, config: ZeroConfig) -> None:
+        require(config.stage > 0, "shard_group= needs stage 1, 2 or 3: at stage 0 nothing is a shard")
+        require(not config.options.get("announce"), "shard_group= and announce=True: remove one")
+
+    def comm(self, comm: Comm) -> Comm:
+        return HybridComm(comm, self.group)
