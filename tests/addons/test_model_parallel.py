@@ -242,7 +242,7 @@ def refusals(_: None) -> None:
     for options, words in (
         ({"model_parallel_group": None}, r"need each other \(\[\]: none is replicated\)"),
         ({"replicated_params": None}, r"need each other"),
-        ({"model_parallel_group": mesh()["tp"]}, r"must be a ProcessGroup.*mesh\['tp'\].get_group\(\).*got DeviceMesh"),
+        ({"model_parallel_group": mesh()["tp"]}, r"must be a ProcessGroup.*mesh\.get_group\(\).*got DeviceMesh"),
         ({"replicated_params": ["bias", "nrm.weight"]}, "is, or ends with, 'nrm.weight'"),
         (world, r"process_group must have the ranks with the same part.* \[\(0, 0, 1\), \(1, 0, 1\), \(0, 2, 3\), \(1, 2, 3\)\]"),
         ({"clip_grad_norm": 1.0 + mesh().get_local_rank("tp")}, r"same data and options.*\(1.0, 'auto'\)\), \(\d, 2, \(2.0, 'auto'\)\)"),

@@ -229,6 +229,6 @@ def test_what_means_nothing_or_is_not_there_is_refused(monkeypatch: pytest.Monke
         zk.ZeroOptimizer(model, Lion(model.parameters()), elementwise=1)
     monkeypatch.setitem(sys.modules, "zk.addons.whole", None)
     monkeypatch.delitem(ALWAYS, "whole")
-    with pytest.raises(TypeError, match=r"'parameterwise' is in zk\.addons\.whole, which is not there"):
-        zk.ZeroOptimizer(model, Lion(model.parameters()), parameterwise=True)
-    zk.ZeroOptimizer(model, Lion(model.parameters()), elementwise=True).close()
+    for option in ("elementwise", "parameterwise"):
+        with pytest.raises(TypeError, match=rf"'{option}' is in zk\.addons\.whole, which is not there"):
+            zk.ZeroOptimizer(model, Lion(model.parameters()), **{option: True})

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zk
-from zk.addons import slow_products
+from zk.addons import checked
 
 pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
 
@@ -222,12 +222,12 @@ def test_settings_of_a_dynamic_scale_are_checked(setting: dict[str, Any]) -> Non
 def test_a_cpu_that_is_slow_in_16_bits_is_warned_of_once(
     has_kernels: bool, said: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    slow_products.warn.cache_clear()
+    checked.warn.cache_clear()
     for name in ("bf16", "fp16"):
         monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda: has_kernels)
     with caplog.at_level(logging.WARNING, "zk"):
         for dtype in ("bf16", "fp32", "bf16", "fp16"):
             wrap(nn.Linear(2, 2), dtype=dtype).close()
-    slow_products.warn.cache_clear()
+    checked.warn.cache_clear()
     found = [record.getMessage() for record in caplog.records]
     assert len(found) == len(said) and all(f"computes in {name}," in line for name, line in zip(said, found, strict=True))

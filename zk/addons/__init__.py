@@ -4,30 +4,27 @@ A line, and its file, may be deleted: its option is an error then, which names t
 """
 
 OPTIONS = {  # option -> "module:class"
-    "overlap_step": "zk.addons.overlap:Overlap",
+    "overlap_step": "zk.addons.overlap:overlapped",
     "state_dtype": "zk.addons.state_dtype:StateDtype",
     "announce": "zk.addons.announced:Announced",
     "update_on": "zk.addons.update_on:UpdateOn",
     "experts": "zk.addons.experts:Experts",
-    "model_parallel_group": "zk.addons.model_parallel:given",
-    "replicated_params": "zk.addons.model_parallel:given",
+    "model_parallel_group": "zk.addons.parts:given",
+    "replicated_params": "zk.addons.parts:given",
     "shard_group": "zk.addons.hybrid:Hybrid",
-    "delay_update": "zk.addons.delayed:Delayed",
-    "elementwise": "zk.addons.tried:Elementwise",
-    "parameterwise": "zk.addons.tried:Parameterwise",
+    "delay_update": "zk.addons.backward:Delayed",
+    "elementwise": "zk.addons.whole:Elementwise",
+    "parameterwise": "zk.addons.whole:Parameterwise",
 }
 ALWAYS = {  # "module:class" of add-ons that every optimizer has
     "parts": "zk.addons.parts:Parts",  # first: those that check after it see no DTensors
     "promised": "zk.addons.promised:Promised",
     "checked": "zk.addons.checked:Checked",
     "handed_over": "zk.addons.handed_over:HandedOver",
-    "module_states": "zk.addons.module_states:ModuleStates",
     "compared": "zk.addons.compared:Compared",
     "quantized": "zk.addons.quantized:Quantized",
-    "partitioned": "zk.addons.partitioned:Partitioned",
     "buffers": "zk.addons.buffers:Buffers",
     "checksums": "zk.addons.checksums:Checksums",
-    "slow_products": "zk.addons.slow_products:SlowProducts",
     "shown": "zk.tools.summary:Shown",
     "whole": "zk.addons.whole:Whole",
 }

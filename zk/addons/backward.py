@@ -1,31 +1,38 @@
-"""``overlap_step="backward"``: a unit's update begins as its gradient is reduced; the same bits.
+"""Updates beside other work, in shadows of states: ``overlap_step="backward"``, ``delay_update=``.
+
+With ``overlap_step="backward"`` a unit's update begins as its gradient is reduced, and the bits are
+the same. With ``delay_update=N`` it begins in step() and counts one step later: numbers change.
 
 A thread updates a shadow of the unit's states, as if nothing were clipped. ``step()`` takes it if
 all is as supposed; if not, it updates the unit itself. Shadows take what the host's budget leaves.
 Uses of the core: the seams ``check``, ``reduced``, ``changing``, ``before_step``, ``updater``,
-``closed``; ``UnitStore.apply``, ``update``, ``fetch``; ``Gradient.squares``, new for new values;
-``Placement``, ``Chunk.fields``, ``Drive.acquire``.
+``closed``; ``UnitStore.apply``, ``update``, ``fetch``, ``absorb``; ``Gradient`` and its ``squares``,
+new for new values; ``summary``, ``Chunk.fields``, ``Drive.acquire``.
 """
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 from copy import copy, deepcopy
+from functools import partial
 from typing import Any
 
 import torch
 
 from zk.addon import Addon
+from zk.config import is_count
 from zk.logs import require
 from zk.memory import host_memory, zeros
 from zk.offload.drive import FileChunk
 from zk.offload.rules import AdamRule, StepRule
 from zk.offload.tiers import CPU, Chunk, Fields, HostChunk
 from zk.optimizer import ZeroOptimizer, options_of
-from zk.placement import Placement, Size
+from zk.parallel.gradient import Gradient
 from zk.store import Step, UnitStore
 
 
 class Backward(Addon):
+    """``overlap_step="backward"``, and what both options do in shadows."""
+
     def __init__(self) -> None:
         self.executor = ThreadPoolExecutor(1, "zk-update")
         self.last: Any = self.executor.submit(bool)  # of all that it was asked for
@@ -43,11 +50,10 @@ class Backward(Addon):
         require(config.optimizer_tier != "device" or near.type == "cpu", said)
 
     def attach(self, optimizer: ZeroOptimizer) -> None:
-        self.optimizer, config, layout = optimizer, optimizer.config, optimizer._layout
-        size = [Size.of(s.unit, s.codec.fields, optimizer.model) for s in optimizer._runtime.stores]
-        placement = Placement(config, size, layout.comm.sharers.size, layout.device == CPU)
-        used: Any = placement.by_memory(placement.footprint([*layout.places.values()]))["host"]
-        room = (config.host_budget or used + host_memory()[1] // 2 // layout.comm.size) - used
+        self.optimizer, budget = optimizer, optimizer.config.host_budget
+        used = sum(optimizer.summary().nbytes.get("host", {}).values())
+        room = host_memory()[1] // 2 // optimizer._layout.comm.size
+        room = budget - used if budget else room  # type: ignore[operator]
         for store in reversed(optimizer._trained):  # in the order of backward
             is_here = type(store.states[0]) in (Chunk, HostChunk, FileChunk)
             # other rules may send what they make
@@ -63,15 +69,19 @@ class Backward(Addon):
         """Begin, if there were as many reductions as before the last step."""
         self.changing(store, 0)
         self.counts[store] += 1
-        if self.counts[store] == self.expected[store] and self.shadows.get(store):
+        if self.counts[store] == self.expected[store]:
             options = {id(group): options_of(group) for group in store.groups}
-            step = Step(1.0 / self.optimizer._scaler.scale, options)
+            self.begin(store, Step(1.0 / self.optimizer._scaler.scale, options))
+
+    def begin(self, store: UnitStore, step: Step) -> None:
+        """Begin to update the unit's shadow, if it has one."""
+        if shadows := self.shadows.get(store):
             twin = copy(store)  # as it is now
             twin.grad, twin.rule = grad, rule = copy(store.grad), copy(store.rule)
             grad.factors, grad.squares = [*grad.factors], [*grad.squares]
             vars(rule)["known"] = deepcopy(vars(rule).get("known"))
-            done = self.last = self.executor.submit(self.make, twin, self.shadows[store], step)
-            self.attempts[store] = twin, step, done
+            self.last = self.executor.submit(self.make, twin, shadows, step)
+            self.attempts[store] = twin, step, self.last
 
     @torch.no_grad()
     def make(self, twin: UnitStore, shadows: list[Fields], step: Step) -> None:
@@ -83,8 +93,8 @@ class Backward(Addon):
             twin.apply(number, shadow, step)
 
     def changing(self, store: UnitStore, number: int) -> None:
-        for *_, done in filter(None, [self.attempts.pop(store, None)]):
-            done.cancel()
+        if store in self.attempts:
+            self.attempts.pop(store)[-1].cancel()
 
     def before_step(self) -> None:
         for *_, done in [*self.attempts.values()]:
@@ -104,7 +114,7 @@ class Backward(Addon):
         self.expected, self.counts = Counter() if is_clipped else self.counts, Counter()
         right = [s for s, attempt in self.attempts.items() if self.is_right(s, step, *attempt)]
         for store in right:
-            vars(store)["update"] = lambda number, step, store=store: self.take(store, number, step)
+            vars(store)["update"] = partial(self.take, store)
             vars(store)["fetch"] = lambda _, param=store.param: param.fetch()
         try:
             self.optimizer._update_now(stores, step)
@@ -116,12 +126,8 @@ class Backward(Addon):
         """Tell if a unit's shadow is what its update would make."""
         old, new = twin.grad, store.grad
         same = all(step.options[key] == value for key, value in supposed.options.items())
-        same &= (supposed.scale, old.factors, old.present) == (
-            step.scale,
-            new.factors,
-            new.present,
-        )
-        same &= [*map(id, old.squares)] == [*map(id, new.squares)]
+        same &= supposed.scale == step.scale and old.factors == new.factors
+        same &= old.present == new.present and [*map(id, old.squares)] == [*map(id, new.squares)]
         return same and not done.cancelled() and done.exception() is None
 
     def take(self, store: UnitStore, number: int, step: Step) -> None:
@@ -144,3 +150,61 @@ class Backward(Addon):
             before = chunk.open()
             chunk.fields = {name: shadow[name] for name in before}
             shadow.update(before)
+
+
+class Delayed(Backward):
+    """``delay_update=N``: after N steps, each update counts one step later, and runs beside the next.
+
+    The one-step delayed parameter update of ZeRO-Offload (arXiv 2101.06840, section 5.2): step()
+    counts the update of the step before, and begins that of its own gradients in a thread. Numbers
+    change: forward sees parameters that are one update old. Whatever settles states makes it count.
+    """
+
+    reduced = Addon.reduced  # nothing begins there
+
+    def __init__(self, value: int) -> None:
+        said = f"delay_update must be a number of steps, 0 or more, or None; got {value!r}"
+        require(is_count(value, 0), said)
+        super().__init__()
+        self.delay = value
+        self.stores: Any = []  # whose update is to count
+
+    def check(self, model: object, optimizers: object, config: Any) -> None:
+        mode = config.options.get("overlap_step")
+        said = f"delay_update={self.delay} and overlap_step={mode!r} exclude each other: remove one"
+        require(not mode, said)
+
+    def attach(self, optimizer: Any) -> None:
+        super().attach(optimizer)
+        self.spare = {}  # gradients that the pending update uses; else room for the next ones
+        for store in optimizer._trained:
+            tier, sizes = store.layout.tier_of(store.unit, "state"), [c.numel for c in store.states]
+            self.spare[store] = Gradient(store, tier.chunks({"grad": torch.float32}, sizes))
+
+    def updater(self) -> Any:
+        return self.hand_over if self.optimizer.num_steps >= self.delay else None
+
+    def hand_over(self, stores: Any, step: Any) -> None:
+        """Hand the gradients over, and return at once."""
+        self.stores, self.step = stores, step
+        for store in stores:
+            store.grad.marks = [None] * len(store.steps)  # what stands for them is gone
+            self.spare[store].drop()  # of a step that failed
+            self.begin(store, step)
+        self.swap(stores)
+
+    def swap(self, stores: Any) -> None:
+        for store in stores:
+            store.grad, self.spare[store] = self.spare[store], store.grad
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Make the update that is pending count."""
+        super().before_step()
+        for store in self.stores:
+            store.absorb()
+        stores, self.stores = self.stores, []
+        if stores:
+            self.swap(stores)
+            self.run(stores, self.step)
+            self.swap(stores)

@@ -6,17 +6,14 @@ DDP gives them before each forward. Every optimizer has it. Uses of the core: th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zk.addon import Addon
-
-if TYPE_CHECKING:
-    from zk.addon import Update
-    from zk.optimizer import ZeroOptimizer
-    from zk.parallel.comm import Comm
+from zk.optimizer import ZeroOptimizer
+from zk.parallel.comm import Comm
 
 
 class Buffers(Addon):
@@ -25,7 +22,7 @@ class Buffers(Addon):
         # where buffers were, and their versions, in the first step
         self.before: dict[str, Any] | None = None
 
-    def around_update(self, run: Update) -> Update:
+    def around_update(self, run: Any) -> Any:
         """Ranks ask each other ever more rarely, and at each step once something is written."""
         comm, steps = self.optimizer._layout.comm, self.optimizer.num_steps
         is_due = self.written or self.before is None or steps & (steps - 1) == 0
@@ -37,19 +34,16 @@ class Buffers(Addon):
         """Give all ranks the first one's buffers, but for those whose shape differs by rank."""
         now = {name: (buffer.data_ptr(), buffer._version) for name, buffer in here.items()}
         before = self.before or {}
-        changed = [module_of(name) for name in now if now[name] != before.get(name)]
+        changed = {module_of(name) for name in now if now[name] != before.get(name)}
         shapes = {name: tuple(buffer.shape) for name, buffer in here.items()}
         said = comm.words("buffers", (changed, shapes)) if here else []
         self.written.update(*(modules for modules, _ in said))
-
-        def is_shared(name: str) -> bool:
+        for name in sorted(here):
             alike = all(others.get(name) == shapes[name] for _, others in said)
-            return alike and module_of(name) in self.written
-
-        for name in filter(is_shared, sorted(here)):
-            values = here[name].detach().contiguous()
-            comm.broadcast(name, values.reshape(-1).view(torch.uint8))
-            here[name].data.copy_(values)
+            if alike and module_of(name) in self.written:
+                values = here[name].detach().contiguous()
+                comm.broadcast(name, values.reshape(-1).view(torch.uint8))
+                here[name].data.copy_(values)
         if self.before is None:  # all of them were shared, as any may have been written
             self.before, self.written = now, set()
 

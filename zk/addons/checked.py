@@ -1,23 +1,27 @@
 """Refuse by name what zk cannot train, before anything is moved: rule, value and remedy.
 
-It is there for every optimizer, without an option. Methods of the core: RUNTIMES, dtypes_of.
+One warning of a model that computes in 16 bits on a CPU that has no kernels for it. It is there for
+every optimizer, without an option. Uses of the core: RUNTIMES, dtypes_of, ``Runtime.stores``.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from zk.addon import ALWAYS, Addon
-from zk.config import NAMES, ZeroConfig
-from zk.logs import require
+from zk.addon import Addon
+from zk.config import NAMES
+from zk.logs import log, require
 from zk.parallel.runtime import RUNTIMES
 from zk.precision import dtypes_of
 
+Names = dict[Tensor, str]
 FP4 = getattr(torch, "float4_e2m1fn_x2", None)
 WRAPPERS = {  # classes of modules that share gradients themselves
     "DistributedDataParallel": "pass model.module",
@@ -26,22 +30,23 @@ WRAPPERS = {  # classes of modules that share gradients themselves
     "FSDPModule": "pass the model as it was before fully_shard",
 }
 FAULTS: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
+    (
+        lambda p: any(p in runtime.store_of for runtime in RUNTIMES),
+        "belongs to another ZeroOptimizer; close() that one first, or make the model anew",
+    ),
     (nn.parameter.is_lazy, "has no shape yet (a lazy module); run one forward of the model first"),
     (
         lambda p: p.dtype is FP4,
-        "is {dtype}, which torch cannot copy; keep it as param.view(torch.uint8)",
+        "is {0.dtype}, which torch cannot copy; keep it as param.view(torch.uint8)",
     ),
     (
-        lambda p: (
-            is_traceable_wrapper_subclass(p)
-            or (hasattr(p, "quant_state") and "quantized" not in ALWAYS)
-        ),
-        "is a {kind}, whose values are in other tensors or codes; zk takes plain tensors: build the "
+        is_traceable_wrapper_subclass,
+        "is a {0.__class__.__name__}, whose values are in other tensors or codes; zk takes plain tensors: build the "
         "model without quantization, DTensors and tensor parallelism",
     ),
     (
         lambda p: p.layout is not torch.strided,
-        "is {layout}, and zk takes dense tensors: make it of to_dense()",
+        "is {0.layout}, and zk takes dense tensors: make it of to_dense()",
     ),
     (
         lambda p: any(n > 1 and not step for n, step in zip(p.shape, p.stride(), strict=True)),
@@ -51,16 +56,32 @@ FAULTS: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
 
 
 class Checked(Addon):
-    def check(
-        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], config: ZeroConfig
-    ) -> None:
-        names = {param: name for name, param in model.named_parameters()}
+    """Modules, optimizers, parameters, their memory, and what is trained, in this order."""
+
+    def check(self, model: nn.Module, optimizers: Any, config: Any) -> None:
+        names: Names = {param: name for name, param in model.named_parameters()}
         check_modules(model)
         for optimizer in optimizers:
             check_optimizer(optimizer)
-        check_params(model, names, config.device)  # type: ignore[arg-type]
+        check_params(names, config.device)
         check_memory_is_own(model, names)
         check_trained(names, optimizers, dtypes_of(model, config.dtype, config.keep_dtype))
+
+    def attach(self, optimizer: Any) -> None:
+        units = [store.unit for store in optimizer._runtime.stores]
+        for dtype in {unit.dtype for unit in units if unit.device.type == "cpu"}:
+            warn(dtype)
+
+
+@functools.cache
+def warn(dtype: torch.dtype) -> None:
+    is_slow = dtype in (torch.bfloat16, torch.float16) and torch.backends.mkldnn.is_available()
+    if is_slow and not getattr(torch.ops.mkldnn, f"_is_mkldnn_{NAMES[dtype]}_supported")():
+        log.warning(
+            "the model computes in %s, for which torch has no fast kernels on this CPU: matrix products "
+            "take 10 to 100 times as long as in fp32; use dtype='fp32'",
+            NAMES[dtype],
+        )
 
 
 def check_modules(model: nn.Module) -> None:
@@ -93,18 +114,12 @@ def check_optimizer(one: torch.optim.Optimizer) -> None:
     require(any(group["params"] for group in one.param_groups), f"{kind}: {words}")
 
 
-def check_params(
-    model: nn.Module, names: dict[nn.Parameter, str], device: torch.device | None
-) -> None:
+def check_params(names: Names, device: torch.device | None) -> None:
     """Parameters can be taken, and move to ``device`` unless it is None."""
     require(names, "model has no parameters")
     for param, name in names.items():
-        words = "belongs to another ZeroOptimizer; close() that one first, or make the model anew"
-        held = any(param in runtime.store_of for runtime in RUNTIMES)
-        require(not held, f"parameter {name!r} {words}")
         for is_faulty, words in FAULTS:
-            own = {"dtype": param.dtype, "layout": param.layout, "kind": type(param).__name__}
-            require(not is_faulty(param), f"parameter {name!r} {words.format(**own)}")
+            require(not is_faulty(param), f"parameter {name!r} {words.format(param)}")
     places = {str(param.device): name for param, name in reversed(names.items())}
     homes = " and ".join(f"{name!r} on {place}" for place, name in reversed(places.items()))
     require(
@@ -114,13 +129,9 @@ def check_params(
     )
 
 
-def check_trained(
-    names: dict[nn.Parameter, str],
-    optimizers: list[torch.optim.Optimizer],
-    dtype_of: Callable[[Tensor], torch.dtype],
-) -> None:
+def check_trained(names: Names, optimizers: Any, dtype_of: Any) -> None:
     """Parameters of optimizers are the model's, of one optimizer each, and of a dtype to train."""
-    owners: dict[Tensor, torch.optim.Optimizer] = {}
+    owners: dict[Tensor, Any] = {}
     groups = [(one, group) for one in optimizers for group in one.param_groups]
     for optimizer, param in ((one, param) for one, group in groups for param in group["params"]):
         require(
@@ -139,7 +150,7 @@ def check_trained(
         )
 
 
-def check_memory_is_own(model: nn.Module, names: dict[nn.Parameter, str]) -> None:
+def check_memory_is_own(model: nn.Module, names: Names) -> None:
     """Nothing of the model shares memory with a Parameter: it would not see what that becomes."""
     others = {tensor: name for name, tensor in tensors_beside(model) if tensor not in names}
     found = [(*span_of(t), name, t in names) for t, name in (names | others).items() if t.numel()]

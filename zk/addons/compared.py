@@ -6,7 +6,6 @@ It is there for every optimizer. Uses of the core: the seams ``check`` and ``com
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,49 +15,43 @@ from zk.addon import Addon
 from zk.config import ZeroConfig
 from zk.parallel.comm import Comm
 
-Inners = list[torch.optim.Optimizer]
+# options that may differ by rank
 OWN = "process_group", "nvme_path", "device", "num_threads", "device_budget", "host_budget"
 
 
 class Compared(Addon):
-    def check(self, model: nn.Module, optimizers: Inners, config: ZeroConfig) -> None:
+    """Compared are options, those of param_groups, and shape, dtype and order of each parameter.
+
+    A checksum goes first: ranks that agree exchange nothing else.
+    """
+
+    def check(self, model: nn.Module, optimizers: Any, config: ZeroConfig) -> None:
+        values = {name: value for name, value in vars(config).items() if name not in OWN}
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self.values: Any = readable(alike(model, groups, config))
+        for number, group in enumerate(groups):
+            options = group | {"params": len(group["params"]), "name": ""}
+            values |= {f"param_groups[{number}][{key!r}]": value for key, value in options.items()}
+        for name, param in model.named_parameters():
+            strides = f", strides {param.stride()}" * (not param.is_contiguous())
+            frozen = ", frozen" * (not param.requires_grad)
+            said = f"{tuple(param.shape)} of {param.dtype}{strides}{frozen}"
+            values[f"parameter {name!r}"] = said
+        self.values = {name: str(readable(value)) for name, value in values.items()}
 
     def comm(self, comm: Comm) -> Comm:
-        agree(comm, "options and models", self.values)
+        """ValueError on all ranks where one has another value, by its name: who has what."""
+        about, mine = "options and models", self.values
+        if len({*comm.words(about, zlib.crc32(repr(sorted(mine.items())).encode()))}) > 1:
+            said = comm.words(about, mine)
+            names = (name for each in said for name in each)
+            name = next(name for name in names if len({each.get(name) for each in said}) > 1)
+            first, *others = (each.get(name, "nothing") for each in said)
+            rank, other = next(pair for pair in enumerate(others, 1) if pair[1] != first)
+            raise ValueError(
+                f"{about} must be the same on all ranks: {name} is {first} on rank 0 and {other} on "
+                f"rank {rank}"
+            )
         return comm
-
-
-def agree(comm: Comm, about: str, values: Mapping[str, object]) -> None:
-    """ValueError on all ranks where one has another value, by its name: who has what."""
-    mine = {name: str(value) for name, value in values.items()}
-    if len(set(comm.words(about, zlib.crc32(repr(sorted(mine.items())).encode())))) == 1:
-        return
-    said = comm.words(about, mine)
-    for name in dict.fromkeys(name for each in said for name in each):
-        first, *others = (each.get(name, "nothing") for each in said)
-        for rank, other in enumerate(others, 1):
-            if other != first:
-                raise ValueError(
-                    f"{about} must be the same on all ranks: {name} is {first} on rank 0 and "
-                    f"{other} on rank {rank}"
-                )
-
-
-def alike(model: nn.Module, groups: list[dict[str, Any]], config: ZeroConfig) -> dict[str, object]:
-    """Values that must be the same on all ranks, by name."""
-    values = {name: value for name, value in vars(config).items() if name not in OWN}
-    for number, group in enumerate(groups):
-        options = group | {"params": len(group["params"]), "name": ""}
-        values |= {f"param_groups[{number}][{key!r}]": value for key, value in options.items()}
-    values |= {
-        f"parameter {name!r}": f"{tuple(param.shape)} of {param.dtype}"
-        + f", strides {param.stride()}" * (not param.is_contiguous())
-        + ("" if param.requires_grad else ", frozen")
-        for name, param in model.named_parameters()
-    }
-    return values
 
 
 def readable(value: Any) -> object:

@@ -1,36 +1,83 @@
-"""Refusals, by name, of what the ZeroOptimizer does instead of what was handed over.
+"""What was handed over to a ZeroOptimizer, as its user still meets it until it is closed.
 
-Every optimizer has it, without an option. Uses of the core: ``ZeroOptimizer._inners``, ``state``.
+    the user's optimizers   refuse to step, and to give or take states
+    optimizer.state         is empty, and says where states are
+    modules at stage 3      have whole values in state_dict(), and take them in load_state_dict():
+                            both are collectives then; over several ranks modules tell transformers,
+                            TRL and PEFT that their parameters are partitioned
+
+Every optimizer has it, without an option. Uses of the core: ``ZeroOptimizer._inners``, ``state``;
+``gather``, ``UnitStore.read``; RUNTIMES, ``Runtime.handles``, which are removed when it is closed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from functools import partial
 from typing import Any
 
-import torch
+from torch import nn
 
 from zk.addon import Addon
+from zk.logs import require
 from zk.optimizer import ZeroOptimizer
+from zk.parallel.gather import gather, place_of
+from zk.parallel.runtime import RUNTIMES, Hook
 
 
 class HandedOver(Addon):
-    """The user's optimizers refuse to step, and ``optimizer.state`` says where states are."""
+    """It stands as ``_is_fsdp_managed_module`` in modules, and is true until the optimizer is closed.
 
-    def __init__(self) -> None:
-        self.handles: list[Any] = []
+    With it ``generate`` runs on every rank until the last one has finished, and LayerDrop skips
+    nothing. It is on the modules around units, not on units: torch.compile reads it too, and would
+    not compile those. Copies of a module have False.
+    """
 
     def attach(self, optimizer: ZeroOptimizer) -> None:
+        model, self.runtime = optimizer.model, optimizer._runtime
+        handles, is_among = self.runtime.handles[None], optimizer._layout.comm.size > 1
         optimizer.state = Elsewhere()  # type: ignore[assignment]
-        self.handles += [
-            getattr(inner, f"register_{call}_pre_hook")(refuse_to(call))
+        handles += [
+            getattr(inner, f"register_{call}_pre_hook")(partial(refuse, call))
             for inner in optimizer._inners
             for call in ("step", "state_dict", "load_state_dict")
         ]
+        units = {store.unit.module for store in self.runtime.stores} - {model}
+        for module in model.modules() if self.runtime.partitions else ():
+            handles += hooks_of(module) if module._parameters else ()
+            has_units = any(part in units for part in module.modules() if part is not module)
+            if is_among and (module is model or has_units or hasattr(module, "generate")):
+                module._is_fsdp_managed_module = self  # type: ignore[assignment]
 
-    def closed(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+    def __bool__(self) -> bool:
+        return self.runtime in RUNTIMES
+
+    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+        return bool, ()
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Make ``state_dict()`` and ``load_state_dict()`` of a module whole.
+
+    What is read goes to host memory, one parameter at a time. What is loaded needs the parameters of
+    this one module in full.
+    """
+    loading = contextlib.ExitStack()
+
+    def read(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name, param in module._parameters.items():
+            store, index = place_of(param) or (None, 0)
+            if store is not None and store.full is None and prefix + name in state:
+                state[prefix + name] = store.read("param", index).cpu()
+
+    def begin(*_: Any) -> None:
+        loading.enter_context(gather([*module._parameters.values()], write=True))
+
+    return [
+        module.register_state_dict_post_hook(Hook(read)),
+        module.register_load_state_dict_pre_hook(Hook(begin)),
+        module.register_load_state_dict_post_hook(Hook(lambda *_: loading.close())),
+    ]
 
 
 ELSEWHERE = (
@@ -51,14 +98,11 @@ class Elsewhere(dict[Any, Any]):
     __setitem__ = __delitem__ = update = setdefault = pop = clear = refuse  # type: ignore[assignment]
 
 
-def refuse_to(call: str) -> Callable[..., None]:
-    """A hook of an optimizer that was given to a ZeroOptimizer."""
-
-    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not isinstance(optimizer, ZeroOptimizer):
-            raise RuntimeError(
-                f"this {type(optimizer).__name__} was given to a ZeroOptimizer, which has its states: "
-                f"call {call}() of that one, or close() it first"
-            )
-
-    return refuse
+def refuse(call: str, optimizer: object, *_: Any) -> None:
+    """A hook of an optimizer that was given to a ZeroOptimizer, which may have it too."""
+    require(
+        isinstance(optimizer, ZeroOptimizer),
+        f"this {type(optimizer).__name__} was given to a ZeroOptimizer, which has its states: call "
+        f"{call}() of that one, or close() it first",
+        RuntimeError,
+    )

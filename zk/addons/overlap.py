@@ -8,42 +8,44 @@ core: the seams ``check``, ``updater``, ``updated``; ``UnitStore.updating``,
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zk.addon import Addon, found
+from zk.config import ZeroConfig
+from zk.logs import require
+from zk.optimizer import ZeroOptimizer
+from zk.store import Step, UnitStore
 
-if TYPE_CHECKING:
-    from zk.addon import Update
-    from zk.config import ZeroConfig
-    from zk.optimizer import ZeroOptimizer
-    from zk.store import Step, UnitStore
+
+def overlapped(value: object) -> Any:
+    """The add-on that ``overlap_step=value`` asks for."""
+    if value == "backward":
+        name = "overlap_step='backward'"
+        return found(name, {name: "zk.addons.backward:Backward"}, TypeError)()
+    require(value is True, f"overlap_step must be True, 'backward' or False; got {value!r}")
+    return Overlap()
 
 
 class Overlap(Addon):
-    def __new__(cls, value: bool | str) -> Any:
-        name, file = "overlap_step='backward'", "zk.addons.backward:Backward"
-        other = found(name, {name: file}, TypeError) if value == "backward" else None
-        return other() if other else super().__new__(cls)
+    """``overlap_step=True``. Each unit has a Future, for which whoever uses the unit waits."""
 
-    def __init__(self, value: bool) -> None:
-        if value is not True:
-            raise ValueError(f"overlap_step must be True, 'backward' or False; got {value!r}")
+    def __init__(self) -> None:
         self.executor = ThreadPoolExecutor(1, "zk-update")
         self.pending: dict[UnitStore, Future[None]] = {}
 
     def check(self, model: object, optimizers: object, config: ZeroConfig) -> None:
-        if config.stage != 3:
-            raise ValueError(
-                f"overlap_step=True needs stage=3; got stage={config.stage}, where parameters are read at "
-                "any time, and would be those before the update: use stage=3, or remove it"
-            )
+        require(
+            config.stage == 3,
+            f"overlap_step=True needs stage=3; got stage={config.stage}, where parameters are read at "
+            "any time, and would be those before the update: use stage=3, or remove it",
+        )
 
     def attach(self, optimizer: ZeroOptimizer) -> None:
         self.optimizer = optimizer
 
-    def updater(self) -> Update:
+    def updater(self) -> Any:
         return self.begin
 
     def begin(self, stores: list[UnitStore], step: Step) -> None:
@@ -51,8 +53,7 @@ class Overlap(Addon):
         self.pending = {store: Future() for store in stores}
         for store, future in self.pending.items():
             store.updating = future.result
-        everything = self.optimizer._runtime.stores
-        in_order = [store for store in everything if store in self.pending]
+        in_order = [store for store in self.optimizer._trained if store in self.pending]
         self.executor.submit(self.run, in_order, step)
 
     @torch.no_grad()

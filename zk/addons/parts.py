@@ -1,12 +1,16 @@
 """Ranks that hold other parts of the same layers: one norm, one decision to skip, own checkpoints.
 
-Every optimizer has it; it acts where options of ``model_parallel`` are given, or parameters are
-DTensors over a mesh of one dimension. These are trained as local tensors: those with Shard are
-parts, all other parameters replicated. Modules still read DTensors; what autograd saves of these
-stays in memory from forward to backward, at stage 3 too.
+    model_parallel_group=   ranks with the other parts; process_group= has those with the same part
+    replicated_params=      names, or ends of names, of parameters that all parts hold alike
+
+Every optimizer has it; it acts where these are given, or parameters are DTensors over a mesh of one
+dimension. These are trained as local tensors: those with Shard are parts, all other parameters
+replicated. Modules still read DTensors; what autograd saves of these stays in memory from forward to
+backward, at stage 3 too.
 
 The norm for clipping and the overflow of the loss scale are over all parts, and count replicated
-parameters once. Each part saves and loads its own ``part-I-of-N`` in the folder of a checkpoint.
+parameters once. The framework sees to it that these begin alike and get the same gradient on all
+parts: step() compares its norms. Each part has its own ``part-I-of-N`` in a checkpoint's folder.
 
 Uses of the core: the seams ``check``, ``comm``, ``kind``, ``totals``, ``attach``, ``closed``; Comm,
 UsedParameters, ``Layout.sharers``, ``Gradient.sum_of_squares``; it wraps ``save_checkpoint`` and
@@ -24,11 +28,16 @@ import torch.distributed as dist
 from torch import nn
 
 from zk.addon import Addon
-from zk.config import ZeroConfig
+from zk.config import PARSERS, ZeroConfig
 from zk.logs import require
 from zk.optimizer import ZeroOptimizer, floats_of
 from zk.parallel.comm import Comm
 from zk.parallel.runtime import UsedParameters
+
+
+def given(value: Any) -> Addon:
+    """What the two options make: nothing more, as Parts reads them in the config."""
+    return Addon()
 
 
 class Parts(Addon):
@@ -43,9 +52,8 @@ class Parts(Addon):
             "model_parallel_group= and replicated_params= need each other ([]: none is replicated)"
         )
         require((self.group is None) == (ends is None), words)
-        words = "model_parallel_group must be a ProcessGroup that this rank is a member of (of a "
-        words += f"DeviceMesh: mesh['tp'].get_group()); got {self.group!r}"
-        require(isinstance(self.group, dist.ProcessGroup | None), words, TypeError)
+        if self.group is not None:
+            PARSERS["process_group"](self.group, "model_parallel_group")
         names: Any = dict(model.named_parameters())
         for end in ends or ():
             found = {name for name in names if f".{name}".endswith(f".{end}")}
@@ -88,28 +96,31 @@ class Parts(Addon):
             vars(optimizer)[name] = partial(self.in_part, getattr(optimizer, name))
 
     def totals(self, sums: list[float]) -> list[float]:
+        """The squares of all parts, less those of replicated parameters beyond the first part's."""
         if self.parts.size == 1:
             return sums
-        self.compare_steps()
-        squares: Any = [], []
-        for store in self.optimizer._trained:
-            squares[store.unit.names[0] in self.replicated].append(store.grad.sum_of_squares())
-        sums = [sum(floats_of(found)) for found in squares]
-        mine = self.optimizer._layout.sharers.total("norm", sums)
-        own, alike = zip(*self.parts.rows("norm of parts", mine), strict=True)
+        stores = [s for s in self.optimizer._trained if s.unit.names[0] in self.replicated]
+        mine = sum(floats_of([store.grad.sum_of_squares() for store in stores]))
+        own, alike = self.compare(*sums, *self.optimizer._layout.sharers.total("norm", [mine]))
         require(
             not max(alike) - min(alike) > 1e-3 * max(alike),
             f"parts have other gradients of replicated_params: squared norms are {alike}; reduce "
             "them as the framework does, clip by clip_grad_norm= or optimizer.clip_grad_norm_()",
             RuntimeError,
         )
-        return [*own, alike[0], 0.0 * sum(alike)]  # NaN unless all are finite
+        return [*own, -sum(alike[1:])]  # not finite, or NaN, where any of them is
 
-    def compare_steps(self) -> None:
-        """RuntimeError where a step, or loading a checkpoint, has failed in some parts alone."""
-        said = self.parts.words("steps of parts", self.optimizer.num_steps)
+    def compare(self, *mine: float) -> Any:
+        """Numbers of each part, in one exchange.
+
+        RuntimeError where a step, or loading a checkpoint, has failed in some parts alone.
+        """
+        rows = self.parts.rows("steps of parts", [self.optimizer.num_steps, *mine])
+        steps, *values = zip(*rows, strict=True)
+        said = [*map(int, steps)]
         words = f"parts have made {said} steps: load a checkpoint that all have (remove newer ones)"
         require(len({*said}) == 1, words, RuntimeError)
+        return values
 
     def in_part(self, run: Callable[..., Any], directory: Any, **kwargs: Any) -> Any:
         """Save or load this part's checkpoint."""
@@ -118,7 +129,7 @@ class Parts(Addon):
         own = Path(directory, f"part-{self.parts.rank}-of-{self.parts.size}")
         with self.parts.together(run.__name__):
             found = run(own, **kwargs)
-        self.compare_steps()
+        self.compare()
         return found
 
     def closed(self) -> None:

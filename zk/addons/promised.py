@@ -7,67 +7,39 @@ every optimizer, without an option: zk.deferred_init and zk.load_pretrained prom
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zk.addon import Addon
-
-if TYPE_CHECKING:
-    from zk.config import ZeroConfig
-    from zk.optimizer import ZeroOptimizer
-    from zk.unit import Unit
+from zk.logs import require
+from zk.unit import Unit
 
 NAME = "_zk_promise"
 
 
-class Promise(Protocol):
-    """What makes the values of tensors without memory."""
+def promise(tensor: Tensor, by: Any) -> None:
+    """From now on ``by`` makes the values of a tensor without memory; others belong to its device.
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model will compute."""
-
-    def make(self, tensor: Tensor) -> Tensor:
-        """The values: of the tensor's shape, on any device."""
-
-    def saw(self, tensor: Tensor) -> bool:
-        """Tell if nothing was written to the tensor since."""
-
-
-def promise(tensor: Tensor, by: Promise) -> None:
-    """From now on ``by`` makes the values of a tensor without memory; others belong to its device."""
+    by.device           where the model will compute
+    by.make(tensor)     returns the values, of the tensor's shape, on any device
+    by.saw(tensor)      tells if nothing was written to the tensor since
+    """
     setattr(tensor.untyped_storage(), NAME, by)
 
 
-def promise_of(tensor: Tensor) -> Promise | None:
+def promise_of(tensor: Tensor) -> Any:
     """Who makes the values of a tensor; None if it has memory, or nobody does."""
     return getattr(tensor.untyped_storage(), NAME, None) if tensor.is_meta else None
 
 
 def device_for(model: nn.Module) -> torch.device | None:
     """The device of the first promise for a parameter of the model, which all of it goes to."""
-    plain = (param for param in model.parameters() if type(param) is nn.Parameter)
-    dense = (param for param in plain if param.layout is torch.strided)
+    params = (param for param in model.parameters() if type(param) is nn.Parameter)
+    dense = (param for param in params if param.layout is torch.strided)
     found = (getattr(param.untyped_storage(), NAME, None) for param in dense)
     return next((by.device for by in found if by is not None), None)
-
-
-def check_promised(name: str, tensor: Tensor) -> None:
-    """ValueError for a tensor that has no values, RuntimeError for one whose promise is outdated."""
-    by = promise_of(tensor)
-    if tensor.is_meta and by is None:
-        raise ValueError(
-            f"{name!r} is on the meta device and nothing says what its values are; build the model "
-            "within zk.deferred_init(), or call zk.load_pretrained(model, path) first; convert it by "
-            "dtype= and device= alone"
-        )
-    if by is not None and not by.saw(tensor):
-        raise RuntimeError(
-            f"{name!r} was written or converted after deferred_init or load_pretrained, where it had "
-            "no memory; initialize inside the context, and convert with ZeroOptimizer(dtype=...)"
-        )
 
 
 @torch.no_grad()
@@ -83,9 +55,21 @@ class Promised(Addon):
     def device(self, model: nn.Module, device: torch.device | None) -> torch.device | None:
         return device or device_for(model)
 
-    def check(self, model: nn.Module, optimizers: object, config: ZeroConfig) -> None:
+    def check(self, model: nn.Module, *_: object) -> None:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            check_promised(name, tensor)
+            by = promise_of(tensor)
+            require(
+                by is not None or not tensor.is_meta,
+                f"{name!r} is on the meta device and nothing says what its values are; build the model "
+                "within zk.deferred_init(), or call zk.load_pretrained(model, path) first; convert it "
+                "by dtype= and device= alone",
+            )
+            require(
+                by is None or by.saw(tensor),
+                f"{name!r} was written or converted after deferred_init or load_pretrained, where it had "
+                "no memory; initialize inside the context, and convert with ZeroOptimizer(dtype=...)",
+                RuntimeError,
+            )
 
     def fill(self, unit: Unit, views: list[Tensor], is_first: bool) -> None:
         for param, view in zip(unit.params, views, strict=True):
@@ -95,8 +79,8 @@ class Promised(Addon):
             if by is not None:
                 give_memory(param, view)
 
-    def attach(self, optimizer: ZeroOptimizer) -> None:
+    def attach(self, optimizer: Any) -> None:
         for buffer in optimizer.model.buffers():
-            by: Any = promise_of(buffer)
+            by = promise_of(buffer)
             if by is not None:
                 give_memory(buffer, by.make(buffer).to(by.device, buffer.dtype))

@@ -12,7 +12,8 @@ from zk.addon import Addon
 from zk.kernels import codec
 from zk.kernels.eight_bit import CODES
 from zk.kernels.reference import AdamStep
-from zk.offload.rules import AdamRule, Codec, Rule, Rules, is_plain_adam
+from zk.logs import require
+from zk.offload.rules import AdamRule, Codec, Rules, is_plain_adam
 from zk.unit import Unit
 
 DTYPES = {
@@ -25,34 +26,30 @@ DTYPES = {
 
 
 class StateDtype(Addon):
+    """It stands before all other rules, and refuses optimizers that are not Adam."""
+
     def __init__(self, value: str | torch.dtype) -> None:
-        if value not in DTYPES:
-            raise ValueError(f"state_dtype must be 'fp32', 'bf16' or '8bit'; got {value!r}")
+        require(value in DTYPES, f"state_dtype must be 'fp32', 'bf16' or '8bit'; got {value!r}")
         self.dtype = DTYPES[value]
 
     def rules(self, given: Rules) -> Rules:
-        return [(self.is_for, AdamRule), (refuse, Rule)]
+        return [(self.is_for, AdamRule)]
 
     def is_for(self, unit: Unit, inner: torch.optim.Optimizer) -> bool:
-        """Tell if it is plain Adam; ValueError for what 8 bits cannot hold."""
-        is_adam = is_plain_adam(unit, inner)
-        if is_adam and self.dtype == CODES:
-            if unit.dtype == torch.float16:
-                raise ValueError(
-                    "state_dtype='8bit' is for bf16 and fp32: fp16 has no 24-bit master"
-                )
+        """True; ValueError for what is not plain Adam, and what 8 bits cannot hold."""
+        require(
+            is_plain_adam(unit, inner),
+            f"state_dtype= is for Adam and AdamW without amsgrad; {type(inner).__name__} keeps what its "
+            "own step() makes: remove it",
+        )
+        if self.dtype == CODES:
+            words = "state_dtype='8bit' is for bf16 and fp32: fp16 has no 24-bit master"
+            require(unit.dtype != torch.float16, words)
             for group in inner.param_groups:
                 AdamStep.of(group, True, 1).check_coded()
-        return is_adam
+        return True
 
     def codec(self, unit: Unit, given: Codec) -> Codec:
         if not given.fields:
             return given
         return Codec(codec.state_fields(unit.dtype, AdamRule.names, self.dtype, True))
-
-
-def refuse(unit: Unit, inner: torch.optim.Optimizer) -> bool:
-    raise ValueError(
-        f"state_dtype= is for Adam and AdamW without amsgrad; {type(inner).__name__} keeps what its own "
-        "step() makes: remove it"
-    )
