@@ -12,6 +12,7 @@ OPTIONS = {  # option -> "module:class"
     "model_parallel_group": "zk.addons.model_parallel:given",
     "replicated_params": "zk.addons.model_parallel:given",
     "delay_update": "zk.addons.delayed:Delayed",
+    "growing": "zk.addons.growing:Growing",
     "elementwise": "zk.addons.tried:Elementwise",
     "parameterwise": "zk.addons.tried:Parameterwise",
 }

@@ -1,6 +1,7 @@
 """Refuse by name what zk cannot train, before anything is moved: rule, value and remedy.
 
-It is there for every optimizer, without an option. Methods of the core: RUNTIMES, dtypes_of.
+It is there for every optimizer, without an option. Uses of the core: RUNTIMES, dtypes_of; the seams
+``check``, ``attach``, ``before_step``; ``Layout.owners``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from zk.addon import ALWAYS, Addon
 from zk.config import NAMES, ZeroConfig
 from zk.logs import require
+from zk.optimizer import ZeroOptimizer
 from zk.parallel.runtime import RUNTIMES
 from zk.precision import dtypes_of
 
@@ -61,6 +63,25 @@ class Checked(Addon):
         check_params(model, names, config.device)  # type: ignore[arg-type]
         check_memory_is_own(model, names)
         check_trained(names, optimizers, dtypes_of(model, config.dtype, config.keep_dtype))
+
+    def attach(self, optimizer: ZeroOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def before_step(self) -> None:
+        """Refuse gradients of parameters that were unfrozen: nothing trains them."""
+        owners, stores = self.optimizer._layout.owners, self.optimizer._runtime.stores
+        is_open = bool(self.optimizer._trained)  # close() comes here too
+        for unit in [store.unit for store in stores if is_open and not store.unit.is_trained]:
+            pairs = zip(unit.names, unit.params, strict=True)
+            for name, param in [(n, p) for n, p in pairs if p.requires_grad and p in owners]:
+                require(
+                    param.grad is None and unit.dtype in NAMES,
+                    f"parameter {name!r} ({unit.dtype}) was unfrozen after the ZeroOptimizer was made, "
+                    "which does not train it: give growing=True for fp32, bf16 and fp16, and call the "
+                    "model itself after unfreezing; or close() it and make another. model.zero_grad() "
+                    "drops gradients",
+                    RuntimeError,
+                )
 
 
 def check_modules(model: nn.Module) -> None:
