@@ -130,7 +130,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         connect()
-        comm = Comm(options.get("process_group", getattr(config, "process_group", None)))
+        group = options.get("process_group", getattr(config, "process_group", None))
+        comm = Comm(ZeroConfig(process_group=group).process_group)
         with comm.together("ZeroOptimizer()"):
             inners = check_types(model, optimizer, config)
             config = dataclasses.replace(config or ZeroConfig(), **options)

@@ -12,7 +12,7 @@ from torch import nn
 
 import zk
 from tests.models import GPT, batch, loss_of
-from tests.world import run_world
+from tests.world import mesh_of, run_world
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
@@ -204,8 +204,8 @@ def test_sparse_gradients_are_an_error_with_a_remedy() -> None:
         sparse(torch.tensor([1])).sum().backward()
 
 
-def wrong_group(_: None) -> str:
-    group = dist.new_group([0])
+def wrong_group(is_mesh: bool) -> str:
+    group: Any = mesh_of("cpu", (2,)) if is_mesh else dist.new_group([0])
     try:
         model = layers()
         zk.ZeroOptimizer(model, adamw(model), process_group=group).close()
@@ -214,6 +214,7 @@ def wrong_group(_: None) -> str:
     return "fine"
 
 
-def test_a_rank_outside_of_its_process_group_is_told() -> None:
-    ((first, second),) = run_world(2, wrong_group, [None])
-    assert first == "fine" and "1: rank 1 is not in process_group" in second
+def test_a_rank_outside_of_its_process_group_and_a_mesh_are_refused_with_the_remedy() -> None:
+    (first, second), meshes = run_world(2, wrong_group, [False, True])
+    assert first == "fine" and "1: process_group must be a ProcessGroup that this rank is a member of" in second
+    assert all("mesh.get_group()" in said for said in meshes)

@@ -13,6 +13,7 @@ OPTIONS = {  # option -> "module:class"
     "replicated_params": "zk.addons.parts:given",
     "shard_group": "zk.addons.hybrid:Hybrid",
     "delay_update": "zk.addons.backward:Delayed",
+    "growing": "zk.addons.growing:Growing",
     "elementwise": "zk.addons.whole:Elementwise",
     "parameterwise": "zk.addons.whole:Parameterwise",
 }

@@ -1,7 +1,8 @@
 """Refuse by name what zk cannot train, before anything is moved: rule, value and remedy.
 
 One warning of a model that computes in 16 bits on a CPU that has no kernels for it. It is there for
-every optimizer, without an option. Uses of the core: RUNTIMES, dtypes_of, ``Runtime.stores``.
+every optimizer, without an option. Uses of the core: RUNTIMES, dtypes_of, ``Runtime.stores``; the
+seams ``check``, ``attach``, ``before_step``; ``Layout.owners``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from zk.addon import Addon
 from zk.config import NAMES
 from zk.logs import log, require
+from zk.optimizer import ZeroOptimizer
 from zk.parallel.runtime import RUNTIMES
 from zk.precision import dtypes_of
 
@@ -67,10 +69,27 @@ class Checked(Addon):
         check_memory_is_own(model, names)
         check_trained(names, optimizers, dtypes_of(model, config.dtype, config.keep_dtype))
 
-    def attach(self, optimizer: Any) -> None:
+    def attach(self, optimizer: ZeroOptimizer) -> None:
+        self.optimizer = optimizer
         units = [store.unit for store in optimizer._runtime.stores]
         for dtype in {unit.dtype for unit in units if unit.device.type == "cpu"}:
             warn(dtype)
+
+    def before_step(self) -> None:
+        """Refuse gradients of parameters that were unfrozen: nothing trains them."""
+        owners, stores = self.optimizer._layout.owners, self.optimizer._runtime.stores
+        is_open = bool(self.optimizer._trained)  # close() comes here too
+        for unit in [store.unit for store in stores if is_open and not store.unit.is_trained]:
+            pairs = zip(unit.names, unit.params, strict=True)
+            for name, param in [(n, p) for n, p in pairs if p.requires_grad and p in owners]:
+                require(
+                    param.grad is None and unit.dtype in NAMES,
+                    f"parameter {name!r} ({unit.dtype}) was unfrozen after the ZeroOptimizer was made, "
+                    "which does not train it: give growing=True for fp32, bf16 and fp16, and call the "
+                    "model itself after unfreezing; or close() it and make another. model.zero_grad() "
+                    "drops gradients",
+                    RuntimeError,
+                )
 
 
 @functools.cache

@@ -39,19 +39,22 @@ class Compared(Addon):
         self.values = {name: str(readable(value)) for name, value in values.items()}
 
     def comm(self, comm: Comm) -> Comm:
-        """ValueError on all ranks where one has another value, by its name: who has what."""
-        about, mine = "options and models", self.values
-        if len({*comm.words(about, zlib.crc32(repr(sorted(mine.items())).encode()))}) > 1:
-            said = comm.words(about, mine)
-            names = (name for each in said for name in each)
-            name = next(name for name in names if len({each.get(name) for each in said}) > 1)
-            first, *others = (each.get(name, "nothing") for each in said)
-            rank, other = next(pair for pair in enumerate(others, 1) if pair[1] != first)
-            raise ValueError(
-                f"{about} must be the same on all ranks: {name} is {first} on rank 0 and {other} on "
-                f"rank {rank}"
-            )
+        agree(comm, "options and models", self.values)
         return comm
+
+
+def agree(comm: Comm, about: str, mine: dict[str, Any]) -> None:
+    """ValueError on all ranks where one has another value, by its name: who has what."""
+    if len({*comm.words(about, zlib.crc32(repr(sorted(mine.items())).encode()))}) > 1:
+        said = comm.words(about, mine)
+        names = (name for each in said for name in each)
+        name = next(name for name in names if len({each.get(name) for each in said}) > 1)
+        first, *others = (each.get(name, "nothing") for each in said)
+        rank, other = next(pair for pair in enumerate(others, 1) if pair[1] != first)
+        raise ValueError(
+            f"{about} must be the same on all ranks: {name} is {first} on rank 0 and {other} on rank "
+            f"{rank}"
+        )
 
 
 def readable(value: Any) -> object:

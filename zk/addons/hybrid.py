@@ -55,6 +55,13 @@ class HybridComm(Comm):
 
 
 class Hybrid(Addon):
+    """``shard_group=``: the ranks among which this rank's states are sharded, itself one of them.
+
+    Of a DeviceMesh of two dimensions it is the group of the second one. All ranks of
+    ``process_group=`` (by default the world) give one; that they fit is compared before anything
+    is moved.
+    """
+
     def __init__(self, group: Any) -> None:
         words = "shard_group must be a ProcessGroup that this rank is a member of (of a DeviceMesh: "
         words += f"mesh['shard'].get_group()); got {group!r}"

@@ -52,11 +52,6 @@ class Comm:
         alone = alone or not (dist.is_available() and dist.is_initialized())
         ranks = (1, 0) if alone else (dist.get_world_size(group), dist.get_rank(group))
         self.size, self.rank = ranks
-        if self.rank < 0:
-            raise ValueError(
-                f"rank {dist.get_rank()} is not in process_group; make the optimizer on its "
-                "ranks only"
-            )
         self.sharers = self  # an add-on may have fewer ranks share states
         self.of_host = host_group(group or dist.group.WORLD) if self.size > 1 else group
 

@@ -1,0 +1,140 @@
+"""growing=True: what is unfrozen later trains as in plain torch; without it, that is heard; what is refused."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zk
+from tests import parity
+from tests.models import GPT, batch, loss_of, train
+from tests.parity import Case, run_case_with
+from tests.world import run_world
+from zk import placement
+from zk.offload import drive
+
+pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
+
+SETTINGS = [
+    *(Case(stage=stage, tier=tier, dtype=dtype) for stage in range(4) for tier, dtype in (("host", "bf16"), ("nvme", "fp32"))),
+    *(Case(stage=stage, tier="nvme", dtype="fp16", accumulation=2, no_sync=stage == 2) for stage in range(4)),
+    Case(stage=3, tier="nvme", dtype="bf16", overlap_step=True, accumulation=2, clip=None),
+    Case(stage=2, tier="device", optimizer="SGD"),
+    Case(stage=3, tier="nvme", params="device", adversary=True),
+]
+CASES = [Case(**{**vars(case), "model": "unfreezing", "steps": 8}) for case in SETTINGS]
+
+
+def forward(model: Any, ids: Tensor, step: int) -> Tensor:
+    """Unfreeze parts of units, of which one is frozen again for a step; a whole block; what the model itself uses."""
+    for part in {2: [model.blocks[0].qkv, model.blocks[1].up], 4: [model.blocks[1]], 6: [model.tokens]}.get(step, ()):
+        part.requires_grad_(True)
+    model.blocks[1].up.requires_grad_(step not in (0, 1, 3))
+    return loss_of(model, ids)
+
+
+def run_case(case: Case) -> str:
+    with mock.patch.object(parity, "forward", forward):
+        return run_case_with(case, parity.make_optimizer, growing=True)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_is_unfrozen_trains_as_in_plain_torch(case: Case) -> None:
+    assert run_case(case) == ""
+
+
+def muon(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    few = [param for param in params if param.ndim != 2]
+    return [torch.optim.Muon([param for param in params if param.ndim == 2], lr=1e-2), torch.optim.SGD(few, lr=1e-2)]
+
+
+def wrapped(make: Any = torch.optim.AdamW, stage: int = 3, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model: Any = GPT("unfreezing")
+    return model, zk.ZeroOptimizer(model, make([*model.parameters()]), stage=stage, **{"growing": True} | options)
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    with zk.gather(model.parameters()):
+        return [param.detach().clone() for param in model.parameters()]
+
+
+def test_optimizers_of_whole_parameters() -> None:
+    torch.manual_seed(0)
+    plain = GPT("unfreezing")
+    inners, (model, optimizer) = muon([*plain.parameters()]), wrapped(muon)
+    for step in range(8):
+        for one in (plain, model):
+            forward(one, batch(step), step).backward()
+        for each in [*inners, optimizer]:
+            each.step()
+            each.zero_grad()
+    assert all(map(torch.equal, values(model), plain.parameters()))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpoints_of_before_and_after(stage: int, tmp_path: Path) -> None:
+    model, optimizer = wrapped(stage=stage)
+    train(model, optimizer, 2)
+    optimizer.save_checkpoint(tmp_path / "before", async_save=True)
+    model.requires_grad_(True)
+    torch.inference_mode()(loss_of)(model, batch(0))  # nothing is made in there
+    values(model)
+    losses = train(model, optimizer, 2, 2)
+    optimizer.save_checkpoint(tmp_path / "after")
+    optimizer.load_checkpoint(tmp_path / "before")
+    assert train(model, optimizer, 2, 2) == losses
+    other, anew = wrapped(stage=stage)
+    anew.load_checkpoint(tmp_path / "after")
+    assert all(map(torch.equal, values(model), values(other)))
+    optimizer.close()
+    assert not model._forward_pre_hooks and not optimizer._inners[0]._optimizer_step_pre_hooks
+
+
+def apart(stage: int) -> list[Tensor]:
+    """Ranks that unfreeze different things; one that has no forward in the first step after it."""
+    model, optimizer = wrapped(stage=stage)
+    (model.tokens, model.blocks[1])[dist.get_rank()].requires_grad_(True)
+    with pytest.raises(ValueError, match="what is unfrozen must be the same on all ranks"):
+        loss_of(model, batch(0))
+    model.requires_grad_(True)
+    if dist.get_rank() == 0 or stage == 3:
+        loss_of(model, batch(1)).backward()
+    optimizer.step()
+    return values(model)
+
+
+def test_ranks() -> None:
+    assert run_world(2, run_case, CASES, timeout=60) == [["", ""]] * len(CASES)
+    assert all(all(map(torch.equal, *both)) for both in run_world(2, apart, [2, 3], timeout=60))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_cannot_be_right_is_an_error(stage: int, tmp_path: Path) -> None:
+    model, optimizer = wrapped(stage=stage, optimizer_tier="nvme", nvme_path=tmp_path)
+    before, _ = loss_of(model, batch(0)), model.requires_grad_(True)
+    with mock.patch.object(placement, "free_memory", lambda *_: {"host": 1 << 40, "nvme": 0}), pytest.raises(MemoryError):
+        loss_of(model, batch(1))  # nothing is changed
+    with pytest.raises(RuntimeError, match="were updated between") if stage == 3 else nullcontext():
+        (before + loss_of(model, batch(1))).backward()
+    model, optimizer = wrapped(stage=stage, growing=None)
+    model.tokens.requires_grad_(True)
+    loss_of(model, batch(0)).backward()
+    with pytest.raises(RuntimeError, match=r"'tokens.weight' .* was unfrozen after .* growing=True"):
+        optimizer.step()
+    model, optimizer = wrapped(stage=stage)
+    with mock.patch.object(drive.Tier, "chunks", side_effect=OSError("no room")), pytest.raises(OSError, match="no room"):
+        loss_of(model.requires_grad_(True), batch(0))
+    with pytest.raises(RuntimeError, match="this ZeroOptimizer is closed"):
+        optimizer.step()
+    for given in ({"growing": 2}, {"optimizer_tier": "host", "host_budget": "1GiB"}, {"delay_update": 1}):
+        with pytest.raises(ValueError, match="growing"):
+            wrapped(**given)
