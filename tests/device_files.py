@@ -12,6 +12,7 @@ WHOLE = (
 IN_PART = (
     "addons/test_backward.py",
     "addons/test_delayed.py",
+    "addons/test_experts.py",
     "addons/test_parked.py",
     "addons/test_update_on.py",
     "addons/test_whole.py",
