@@ -13,6 +13,7 @@ IN_PART = (
     "addons/test_accumulation.py",
     "addons/test_backward.py",
     "addons/test_delayed.py",
+    "addons/test_experts.py",
     "addons/test_growing.py",
     "addons/test_parked.py",
     "addons/test_update_on.py",

@@ -84,8 +84,7 @@ def test_pairs_train_as_without_them(pair: tuple[str, str], tier: str) -> None:
 
 
 def test_pairs_over_ranks() -> None:
-    """Of those that talk, or wait for others. Experts that differ by rank are for stages 0-2, an overlapped update for stage 3."""
-    pairs = [pair for pair in PAIRS if {"announce", "parked"} & {*pair} and pair != ("overlap", "experts")]
-    cases = [({*pair}, 2 if "experts" in pair else 3, "host") for pair in pairs]
+    """Of those that talk, or wait for others."""
+    cases = [({*pair}, 3, "host") for pair in PAIRS if {"announce", "parked", "experts"} & {*pair}]
     table = run_world(2, differs, cases)
     assert {str(case): rows for case, rows in zip(cases, table, strict=True) if any(rows)} == {}

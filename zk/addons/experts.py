@@ -1,59 +1,130 @@
 """``experts=True``: entries of ModuleLists inside of blocks travel alone, each when it is called.
 
-An expert that no rank uses does not move. At stages 0 to 2 ranks may use different ones; at stage 3 a
-gather is a collective, so it is for one rank. Experts are not prefetched, as the router decides.
-Uses of the core: the seams ``check``, ``comm``, ``blocks``, ``attach``; ``Runtime.use``, ``gather``.
+An expert that no rank uses is not gathered, and ranks may use different ones. Experts are not
+prefetched, as the router decides. At stage 3 over several ranks all gather the same in one order:
+
+    forward     before a rank calls an expert that is not gathered, all say which one they want, and
+                gather these. A rank that has left the block wants none, and takes part until no
+                rank wants any. Then all are released: memory holds those of one block
+    backward    with the gradient of the block's output all gather what any rank has used in it. It
+                stays until that of the block below comes, or backward ends
+    checkpoint  the block finds its experts; with use_reentrant=True ranks ask as in forward
+
+Uses of the core: the seams ``blocks``, ``attach``; ``Comm.rows``; ``Runtime.use``, ``gather``,
+``gathered``, ``release``, ``end_of_backward``, ``handles``; ``Reducer.before_gather``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from zk.addon import Addon
 from zk.logs import require
+from zk.optimizer import ZeroOptimizer
 from zk.parallel.gradient import in_backward
+from zk.parallel.runtime import hooks_around
+from zk.store import UnitStore
 from zk.unit import blocks_of
 
-if TYPE_CHECKING:
-    from zk.config import ZeroConfig
-    from zk.optimizer import ZeroOptimizer
-    from zk.parallel.comm import Comm
-    from zk.store import UnitStore
+NONE = -1  # the number of no unit
 
 
 class Experts(Addon):
     def __init__(self, value: bool) -> None:
         require(value is True, f"experts must be True or False; got {value!r}")
-        self.experts = set[nn.Module]()
-
-    def check(self, model: nn.Module, optimizers: object, config: ZeroConfig) -> None:
-        self.stage = config.stage
-
-    def comm(self, comm: Comm) -> Comm:
-        require(
-            self.stage < 3 or comm.size == 1,
-            f"experts=True at stage=3 is for one rank, as ranks that use different experts cannot gather "
-            f"them together; got {comm.size} ranks: use stage=2, or remove it",
-        )
-        return comm
+        # of the blocks with experts; and the experts
+        self.around, self.experts = list[nn.Module](), set[nn.Module]()
+        self.depth = 0  # of calls of these blocks
+        self.open: list[UnitStore] = []  # experts that ranks have gathered together
 
     def blocks(self, model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
         found = dict(blocks)
         for name, block in blocks.items():
-            found |= {f"{name}.{inner}": expert for inner, expert in blocks_of(block).items()}
+            inner = {f"{name}.{key}": expert for key, expert in blocks_of(block).items()}
+            self.around += [block] * bool(inner)
+            found |= inner
         self.experts = {expert for name, expert in found.items() if name not in blocks}
         return found
 
     def attach(self, optimizer: ZeroOptimizer) -> None:
         runtime: Any = optimizer._runtime
-        plain = runtime.use
+        self.runtime, self.ranks = runtime, optimizer._layout.comm
+        self.plain, end = runtime.use, runtime.end_of_backward
+        self.is_shared = self.ranks.size > 1 and runtime.partitions
+        runtime.use = self.use
+        if self.is_shared:
 
-        def use(store: UnitStore) -> None:
-            if store.unit.module in self.experts:
-                runtime.gather(store, in_backward())
-            else:
-                plain(store)
+            def end_of_backward() -> None:
+                self.free()
+                end()
 
-        runtime.use = use
+            runtime.end_of_backward = end_of_backward
+            for block in self.around:
+                runtime.handles[None] += hooks_around(block, self.enter, self.leave)
+
+    def use(self, store: UnitStore) -> None:
+        """What Runtime does before a unit is used."""
+        if store.unit.module not in self.experts:
+            self.plain(store)
+        elif not self.is_shared:
+            self.runtime.gather(store, in_backward())
+        elif store.full is None:
+            require(
+                self.depth,
+                f"{store.unit.name!r} is used outside of its block, where ranks cannot agree on what they "
+                "gather: call it in the block's forward, or use stage=2",
+                RuntimeError,
+            )
+            self.meet(self.runtime.stores.index(store))
+
+    def meet(self, wanted: int) -> bool:
+        """Gather what any rank wants; tell if there is something."""
+        if in_backward():  # all ranks reduce the same before it
+            self.runtime.reducer.before_gather(None)
+        found = {int(number) for (number,) in self.ranks.rows("experts", [wanted])} - {NONE}
+        for number in sorted(found):
+            self.gather(self.runtime.stores[number])
+        return bool(found)
+
+    def gather(self, store: UnitStore) -> None:
+        """Gather an expert, which stays until ``free``, whatever this rank uses meanwhile."""
+        self.runtime.gather(store, in_backward())
+        del self.runtime.gathered[store]
+        self.open.append(store)
+
+    def free(self) -> None:
+        """Release the experts that ranks have gathered."""
+        for store in self.open:
+            self.runtime.gathered[store] = None
+            self.runtime.release(store)
+        self.open = []
+
+    def enter(self, *_: Any) -> None:
+        if not self.depth and not in_backward():
+            self.free()  # what an error has left
+        self.depth += 1
+
+    def leave(self, block: nn.Module, given: Any, output: Any) -> None:
+        """The block returns: gather what others want; then its backward knows what to gather."""
+        self.depth -= 1
+        if self.depth:  # within another block
+            return
+        while self.meet(NONE):
+            pass
+        used = self.open
+        self.free()
+        for value in () if in_backward() else tree_leaves(output):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(partial(self.begin, used))
+
+    def begin(self, used: list[UnitStore], _: Tensor) -> None:
+        """The gradient of a block's output is there."""
+        if self.open is not used:
+            self.free()
+            for store in used:
+                self.gather(store)
+            self.open = used
