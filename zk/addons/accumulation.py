@@ -18,7 +18,7 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterable
 from functools import partial
-from operator import is_
+from itertools import chain
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -50,17 +50,13 @@ def accumulate(
     A collective of all ranks. It adds to gradients of earlier passes, as backward() does.
 
     Args:
-        batches: the micro-batches of a step, each what ``loss_fn`` takes as its second argument.
+        batches: the micro-batches of a step.
         loss_fn: returns a scalar tensor with a graph, divided by what the mean is taken over. It
-            runs in a thread of its own for each batch, one at a time; it does not call backward().
+            runs in a thread of its own for each batch, one at a time.
         keep_activations: where inputs of blocks wait for backward, "device" or "host".
 
-    Returns the losses, detached scalars, in the order of ``batches``.
-
-    Raises:
-        ValueError: no batches, or no such place.
-        RuntimeError: what it cannot follow (see docs/guides/overlap.md). After this and any other
-            error all gradients are dropped, and training can continue.
+    Returns the losses, detached, in the order of ``batches``. Raises RuntimeError for what it cannot
+    follow (docs/guides/overlap.md); after any error all gradients are dropped.
     """
     with optimizer._layout.comm.together("accumulate()"):
         batches = list(batches)
@@ -130,9 +126,7 @@ class Accumulation:
         within = {part for one in used for part in one.modules() if part is not one}
         named = optimizer.model.named_modules()
         self.names = {module: name for name, module in named if module in used - within}
-        self.stores = {
-            b: [s for s in stores if s.unit.module in {*b.modules()}] for b in self.names
-        }
+        self.stores = {b: [s for s in stores if s.unit.module in {*b.modules()}] for b in self.names}
         self.spaces = [space for m in modules for space in (vars(m), m._buffers)]
         owners = [r for r in RUNTIMES if not {*r.model.modules()}.isdisjoint(modules)]
         refuse(len(owners) > 1, "two ZeroOptimizers train the model")
@@ -140,7 +134,7 @@ class Accumulation:
     @torch.no_grad()
     def run(self, batches: list[Any]) -> list[Tensor]:
         reducer, runtime, syncs = self.reducer, self.runtime, self.reducer.syncs
-        inside = {store for stores in self.stores.values() for store in stores}
+        inside = {*chain(*self.stores.values())}
         seeds = [int(torch.randint(2**62, ())) for _ in batches]
         with contextlib.ExitStack() as stack:
             stack.callback(self.put_random, self.random())
@@ -162,9 +156,9 @@ class Accumulation:
             self.before = [dict(space) for space in self.spaces]
             stack.callback(self.stop)
             for batch, seed in zip(batches, seeds, strict=True):
-                made = [torch.Generator(one.device).manual_seed(seed) for one in self.generators]
-                compute = partial(self.compute, batch)
-                self.lanes.append(Lane(compute, [one.get_state() for one in made]))
+                for generator in self.generators:
+                    generator.manual_seed(seed)
+                self.lanes.append(Lane(partial(self.compute, batch), self.random()))
                 self.switch(self.lanes[-1])
             self.pass_blocks(syncs)
             if syncs:
@@ -179,14 +173,12 @@ class Accumulation:
             is_one = all((lane.block, lane.is_back) == (block, is_back) for lane in self.lanes)
             refuse(not is_one, f"micro-batches take different ways, to blocks {ways}")
             if is_back:
-                refuse(
-                    block not in order, f"a checkpoint is around {self.names[block]!r} and others"
-                )
+                words = f"a checkpoint is around {self.names[block]!r} and others"
+                refuse(block not in order, words)
                 while order.pop() is not block:
                     pass  # no gradient goes through that one
             order += [block] * (not is_back)
-            number = blocks.index(block) + 1
-            following = order[-1:] if is_back else blocks[number : number + 1]
+            following = order[-1:] if is_back else blocks[blocks.index(block) + 1 :][:1]
             with self.runtime.holding(self.stores[block]):
                 for other in following if self.optimizer.config.prefetch else ():
                     for store in self.stores[other]:
@@ -200,16 +192,11 @@ class Accumulation:
                 self.reduce(self.stores[block])
 
     def compare_attributes(self) -> None:
-        """Refuse what forward has set in modules, but for a new flag: other lanes see it."""
+        """Refuse what forward has set in modules, but for flags: other lanes see it."""
         for space, old in zip(self.spaces, self.before, strict=True):
-            if len(space) != len(old) or not all(map(is_, space.values(), old.values())):
-                flags = {name for name in space.keys() - old if space[name] is True}
-                names = [
-                    n for n in space | old if space.get(n) is not old.get(n) and n not in flags
-                ]
-                refuse(
-                    names, f"forward sets {names} of a module, which all micro-batches would see"
-                )
+            changed = [n for n in space | old if space.get(n) is not old.get(n)]
+            names = [name for name in changed if space.get(name) is not True]
+            refuse(names, f"forward sets {names} of a module, which all micro-batches would see")
 
     def switch(self, lane: Lane, ends: bool = False) -> None:
         """Let a lane run until it calls a block, or ends; collect each gradient that it made."""

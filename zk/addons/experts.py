@@ -3,9 +3,8 @@
 An expert that no rank uses is not gathered, and ranks may use different ones. Experts are not
 prefetched, as the router decides. At stage 3 over several ranks all gather the same in one order:
 
-    forward     before a rank calls an expert that is not gathered, all say which one they want, and
-                gather these. A rank that has left the block wants none, and takes part until no
-                rank wants any. Then all are released: memory holds those of one block
+    forward     before a rank calls an expert that is not gathered, all say which they want, and
+                gather these, until all have left the block. Then all experts are released
     backward    with the gradient of the block's output all gather what any rank has used in it. It
                 stays until that of the block below comes, or backward ends
     checkpoint  the block finds its experts; with use_reentrant=True ranks ask as in forward

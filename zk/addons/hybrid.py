@@ -33,11 +33,10 @@ class HybridComm(Comm):
         groups = {tuple(ranks) for ranks in said}
         self.sharers, size = Comm(group), len(said[0])
         require(
-            size > 1 and sorted(sum(groups, ())) == sorted(members) == sorted({*sum(groups, ())})
-            and {*map(len, groups)} == {size},
+            size > 1 and sorted(sum(groups, ())) == members and {*map(len, groups)} == {size},
             "shard_group must be one of several groups of process_group= that have no rank in "
             f"common, at least two each, and equally many; ranks gave {sorted(groups)}",
-        )  # fmt: skip
+        )
         places = [ranks.index(own) for ranks, own in zip(said, members, strict=True)]
         numbered = sorted(range(self.size), key=lambda rank: (places[rank], rank))
         alike = [members[rank] for rank in numbered if places[rank] == self.sharers.rank]
@@ -55,16 +54,8 @@ class HybridComm(Comm):
 
 
 class Hybrid(Addon):
-    """``shard_group=``: the ranks among which this rank's states are sharded, itself one of them.
-
-    Of a DeviceMesh of two dimensions it is the group of the second one. All ranks of
-    ``process_group=`` (by default the world) give one; that they fit is compared before anything
-    is moved.
-    """
-
     def __init__(self, group: Any) -> None:
-        words = "shard_group must be a ProcessGroup that this rank is a member of (of a DeviceMesh: "
-        words += f"mesh['shard'].get_group()); got {group!r}"
+        words = f"shard_group must be a ProcessGroup (mesh['shard'].get_group()); got {group!r}"
         require(isinstance(group, dist.ProcessGroup), words, TypeError)
         self.group = group
 
