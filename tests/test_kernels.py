@@ -392,6 +392,16 @@ def without_triton():
     layer = zk.TiledLinear(8, 8, out_splits=4)
     layer(torch.randn(2, 8)).sum().backward()
     assert layer.tiles[3].weight.grad is not None
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer, losses = zk.ZeroOptimizer(model, adamw, stage=3, dtype="bf16", param_tier="host", optimizer_tier="host", device="cpu"), []
+    for _ in range(3):
+        loss = (model(torch.ones(4, 8)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0], losses
 
 child = os.fork()
 if not child:

@@ -74,7 +74,7 @@ def test_ranks_with_devices_train_as_plain_torch() -> None:
     assert {str(case): rows for case, rows in zip(cases, table, strict=True) if any(rows)} == {}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_what_a_user_does_gives_the_same_bits(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "CHUNK_NUMEL", 2048)
     want = walk(seed, "device", tmp_path, overlap_step=False)
