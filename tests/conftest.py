@@ -28,8 +28,9 @@ for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 # The files that take longest come first: none of them is left to one process at the end.
 LONGEST = (
-    *("test_parity", "test_huggingface", "test_lightning", "test_programs", "test_checkpoint", "test_device"),
-    *("test_ranks", "test_resume", "test_kernels", "test_train", "test_tiers"),
+    *("test_parity", "test_backward", "test_huggingface", "test_kernels", "test_update_on", "test_device", "test_lightning", "test_train"),
+    *("test_ranks", "test_programs", "test_model_parallel", "test_parked", "test_whole", "test_pairs", "test_checkpoint", "test_addon"),
+    *("test_resume", "test_delayed", "test_growing", "test_accumulation", "test_experts", "test_tiers", "test_quantized", "test_behaviour"),
 )
 
 

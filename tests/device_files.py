@@ -29,6 +29,5 @@ IN_PART = (
     "test_benchmarks_gpu.py",
     "test_deepspeed.py",
     "test_doctor.py",
-    "test_optimizers.py",
     "test_train.py",
 )

@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -275,3 +276,61 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
                 found.append(compare(f"state {key} {name}", torch.as_tensor(mine[name]).cpu(), value, case.tolerance))
     optimizer.close()
     return "\n".join(line for line in found if line)
+
+
+# ---- a user's program, with an add-on and without -------------------------------------------------------------------------
+
+Stepwise = Callable[[GPT, zk.ZeroOptimizer, int], None]  # what comes before step(), of a step
+PLACE = "stage", "optimizer_tier", "param_tier", "nvme_path", "host_budget"  # options that change no bit
+
+
+def place(name: str, path: Path) -> dict[str, Any]:
+    """Of "3 nvme", or "3 nvme device" where parameters are elsewhere."""
+    stage, tier, *params = name.split()
+    given = {"param_tier": params[0]} if params else {}
+    return {"stage": int(stage), "optimizer_tier": tier, "nvme_path": path if tier == "nvme" else None, **given}
+
+
+def halved(**options: Any) -> tuple[GPT, zk.ZeroOptimizer]:
+    """A model, and an optimizer with two groups of its parameters."""
+    torch.manual_seed(0)
+    model, kind = GPT(options.pop("model", "plain")), options.pop("kind", torch.optim.AdamW)
+    halves = [{"params": half} for half in ([p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1])]
+    inner = kind(halves, lr=1e-2, weight_decay=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+    settings = {"stage": 2, "dtype": "bf16", "optimizer_tier": "host", "clip_grad_norm": 1.0, **options}
+    if settings["stage"] == 3:
+        settings = {"param_tier": settings["optimizer_tier"], **settings}
+    return model, zk.ZeroOptimizer(model, inner, **settings)
+
+
+def states_of(optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    """Masters, states and counts; closes."""
+    found: list[Any] = [value.clone() for value in optimizer.consolidated_state_dict("fp32", rank0_only=False).values()]
+    found += [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+    found += [optimizer.norm, optimizer.skipped_steps]
+    optimizer.close()
+    return [torch.as_tensor(value).cpu() for value in found]
+
+
+def trained(program: Stepwise, steps: int, **options: Any) -> list[Tensor]:
+    """A loss, masters and states after a few steps of a program."""
+    model, optimizer = halved(**options)
+    for step in range(steps):
+        program(model, optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        loss = loss_of(model, batch(99)).cpu()
+    return [loss, *states_of(optimizer)]
+
+
+@functools.cache
+def trained_at_stage_2(program: Stepwise, steps: int, options: frozenset[tuple[str, Any]]) -> list[Tensor]:
+    return trained(program, steps, **dict(options))
+
+
+def unlike(program: Stepwise, steps: int, addon: dict[str, Any], **options: Any) -> list[int]:
+    """What an add-on trains otherwise than stage 2 trains without it in host memory, by number."""
+    want = trained_at_stage_2(program, steps, frozenset((name, value) for name, value in options.items() if name not in PLACE))
+    got = trained(program, steps, **options, **addon)
+    return [number for number, (a, b) in enumerate(zip(want, got, strict=True)) if not torch.equal(a, b)]

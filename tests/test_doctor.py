@@ -51,18 +51,12 @@ def missing(*names: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_machine_that_can_train_has_nothing_to_do(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["doctor", "--path", str(tmp_path)], catch_exceptions=False)
-    assert (
-        torch.__version__ in done.output
-        and "GB/s read" in done.output
-        and "what to do" in done.output
-    )
+    assert torch.__version__ in done.output and "GB/s read" in done.output and "what to do" in done.output
     assert done.exit_code == int(any(row.must for row in (*packages(), *machine())))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_package_that_is_missing_is_an_error_with_its_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_package_that_is_missing_is_an_error_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     missing("numba", monkeypatch=monkeypatch)
     row = named(packages(), "numba")
     assert row.must and row.to_do == "python -m pip install numba" and "no numba here" in row.found
@@ -70,29 +64,21 @@ def test_a_package_that_is_missing_is_an_error_with_its_command(
     assert done.exit_code == 1 and "python -m pip install numba" in done.output
 
 
-def test_triton_and_cupy_are_needed_only_where_there_is_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_triton_and_cupy_are_needed_only_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     missing("triton", "cupy", monkeypatch=monkeypatch)
     if not torch.cuda.is_available():
         assert not {"triton", "cupy"} & {row.what for row in packages()}
     request.getfixturevalue("gpu")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     rows = list(packages())
-    assert (
-        named(rows, "triton").must
-        and named(rows, "cupy").to_do == "python -m pip install cupy-cuda13x"
-    )
+    assert named(rows, "triton").must and named(rows, "cupy").to_do == "python -m pip install cupy-cuda13x"
 
 
 @pytest.mark.usefixtures("gpu")
 def test_an_old_gpu_and_too_little_locked_memory() -> None:
     rows = list(machine())
     assert "Tesla T4" in named(rows, "GPU 0").found and "fp16" in named(rows, "GPU 0").to_do
-    assert (
-        named(rows, "locked memory").must
-        and "ulimit -l unlimited" in named(rows, "locked memory").to_do
-    )
+    assert named(rows, "locked memory").must and "ulimit -l unlimited" in named(rows, "locked memory").to_do
     assert "dtype='fp32'" not in named(rows, "CPU").to_do
 
 
@@ -102,10 +88,7 @@ def test_a_cpu_that_is_slow_in_bf16_and_a_container(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(doctor, "host_memory", lambda: (1 * GIB, GIB // 2))
     rows = list(machine())
     assert named(rows, "CPU").to_do == "bf16 is slow on this CPU: use dtype='fp32'"
-    assert (
-        named(rows, "memory").found == "512.0 MiB of 1.0 GiB free"
-        and "container" in named(rows, "memory").to_do
-    )
+    assert named(rows, "memory").found == "512.0 MiB of 1.0 GiB free" and "container" in named(rows, "memory").to_do
     assert not any("fp16" in row.to_do for row in rows)
 
 

@@ -57,9 +57,10 @@ def same(a: Tensor, b: Tensor) -> bool:
 # ---- reduce --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("numel", SIZES)
-@pytest.mark.parametrize("source_dtype", (F32, BF16, F16))
-@pytest.mark.parametrize("out_dtype", (F32, BF16, F16))
+ONE_ROW = [(SIZES[-1], *both) for both in itertools.product((F32, BF16, F16), repeat=2)]  # all casts of one size, and all sizes of two
+
+
+@pytest.mark.parametrize(("numel", "source_dtype", "out_dtype"), [*ONE_ROW, *((n, *both) for n in SIZES[:-1] for both in ((F32, BF16), (BF16, F32)))])
 def test_reduce_of_one_row_rounds_every_value_as_torch_does(numel, source_dtype, out_dtype):
     source = values(numel, source_dtype)
     out, want = poisoned(numel, dtype=out_dtype), poisoned(numel, dtype=out_dtype)
@@ -69,8 +70,14 @@ def test_reduce_of_one_row_rounds_every_value_as_torch_does(numel, source_dtype,
     assert same(want, source.to(out_dtype))
 
 
-@pytest.mark.parametrize(("rows", "numel"), ((2, 0), (2, 1), (3, BLOCK), (3, 2 * BLOCK + 17), (8, 31), (8, BLOCK + 1)))
-@pytest.mark.parametrize(("rows_dtype", "out_dtype"), ((BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, BF16)))
+ROWS = (2, 0), (2, 1), (3, BLOCK), (3, 2 * BLOCK + 17), (8, 31), (8, BLOCK + 1)
+CASTS = (BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, BF16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "numel", "rows_dtype", "out_dtype"),
+    [(*rows, *CASTS[(number + turn) % 5]) for number, rows in enumerate(ROWS) for turn in range(2)],  # each cast with two sizes at least
+)
 def test_reduce_adds_rows_in_their_order_in_fp32_and_rounds_their_mean_once(rows, numel, rows_dtype, out_dtype):
     given = torch.stack([values(numel, rows_dtype, seed) for seed in range(rows)])
     out, want = poisoned(numel, dtype=out_dtype), poisoned(numel, dtype=out_dtype)
@@ -223,18 +230,18 @@ def adam_state(layout: str, numel: int, state_dtype: torch.dtype) -> list[Tensor
     return [None if t is None else t.to(DEVICE) for t in (param, master, m, v)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("state_dtype", (F32, BF16))
-@pytest.mark.parametrize(
-    ("grad_dtype", "scalars"),
-    [
-        (F32, {"weight_decay": 0.1, "decoupled": True}),
-        (BF16, {"weight_decay": 0.1, "decoupled": False, "maximize": True}),
-        (F16, {"weight_decay": 0.0, "decoupled": True, "beta1": 0.3, "grad_scale": 0.37}),
-    ],
-)
-def test_adam_gives_the_bits_of_the_cpu_kernel(layout, state_dtype, grad_dtype, scalars):
-    numel = BLOCK + 37
+GRADS = [
+    (F32, {"weight_decay": 0.1, "decoupled": True}),
+    (BF16, {"weight_decay": 0.1, "decoupled": False, "maximize": True}),
+    (F16, {"weight_decay": 0.0, "decoupled": True, "beta1": 0.3, "grad_scale": 0.37}),
+]
+
+
+@pytest.mark.parametrize(("number", "layout"), [*enumerate(LAYOUTS)])
+@pytest.mark.parametrize("kind", range(3))
+def test_adam_gives_the_bits_of_the_cpu_kernel(number, layout, kind):
+    """Each layout with each kind of gradient, and with moments of either precision in turns."""
+    numel, state_dtype, (grad_dtype, scalars) = BLOCK + 37, (F32, BF16)[(number + kind) % 2], GRADS[kind]
     settings = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, **scalars}
     here, there = adam_state(layout, numel, state_dtype), [None if t is None else t.cpu() for t in adam_state(layout, numel, state_dtype)]
     draws = torch.Generator().manual_seed(1)
@@ -312,8 +319,11 @@ def norm_error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm().clamp(min=1e-30))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (16, 16, 32), (17, 33, 31), (5, 40, 70), (40, 16, 1), (3, 0, 4), (0, 4, 4)])
-@pytest.mark.parametrize("dtype", (F32, BF16, F16))
+SHAPES = (1, 1, 1), (16, 16, 32), (17, 33, 31), (5, 40, 70), (40, 16, 1), (3, 0, 4), (0, 4, 4)
+PRODUCTS = [(shape, (F32, BF16, F16)[number % 3]) for number, shape in enumerate(SHAPES)]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [*PRODUCTS, *(((17, 33, 31), dtype) for dtype in (F32, BF16))])
 def test_tiled_matmul_sums_in_fp32(shape, dtype):
     a, b, want = exact(*shape, dtype)
     out = poisoned(shape[0], shape[2])
@@ -392,6 +402,16 @@ def without_triton():
     layer = zk.TiledLinear(8, 8, out_splits=4)
     layer(torch.randn(2, 8)).sum().backward()
     assert layer.tiles[3].weight.grad is not None
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer, losses = zk.ZeroOptimizer(model, adamw, stage=3, dtype="bf16", param_tier="host", optimizer_tier="host", device="cpu"), []
+    for _ in range(3):
+        loss = (model(torch.ones(4, 8)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0], losses
 
 child = os.fork()
 if not child:

@@ -74,6 +74,16 @@ NVME = [
         )
     ),
 ]
+# beyond Adam: parameters of one unit with other step counts each; masters, gradients that are clipped; slices that begin anywhere
+OPTIMIZERS = [
+    *(
+        Case(stage=index % 4, dtype=("bf16", "fp32")[index % 2], model="sometimes", optimizer=name)
+        for index, name in enumerate(("RMSprop", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "Rprop", "ASGD"))
+    ),
+    Case(stage=3, dtype="bf16", optimizer="RMSprop", tier="nvme", adversary=True),
+    Case(stage=2, dtype="fp16", optimizer="NAdam", tier="nvme", accumulation=2),
+    Case(stage=3, dtype="bf16", optimizer="Adagrad", overlap_step=True, clip=None),
+]
 # by the numba engine, against CPUAdam on whole parameters: flat buffers, slices and ranks change nothing
 NUMBA = [
     Case(stage=stage, dtype=dtype, accumulation=2, clip=None)
@@ -100,6 +110,7 @@ TWO = [
     *(Case(stage=stage, dtype=dtype) for stage, dtype in ((0, "bf16"), (1, "fp32"), (2, "fp16"))),
     *(Case(stage=stage, dtype="bf16", accumulation=3, no_sync=no_sync) for stage, no_sync in ((0, True), (1, False))),
     Case(stage=1, dtype="bf16", model="sometimes"),
+    Case(stage=1, dtype="bf16", model="sometimes", optimizer="NAdam"),
     Case(stage=2, dtype="bf16", model="experts_checkpointed"),
     Case(stage=3, dtype="fp32", prefetch=0),
     Case(stage=3, dtype="bf16", model="checkpointed_reentrant", prefetch=3),
@@ -119,6 +130,7 @@ THREE = [
 HERE = [
     *OVERLAPPED,
     *(case for case in NVME if case not in TWO and (case.adversary or case.dtype != "fp32" or case.stage == 1)),
+    *OPTIMIZERS,
 ]
 BY_WORLD: dict[int, list[tuple[Callable[[Case], str], Case]]] = {
     1: [*((run_case, case) for case in (*ALONE, *HERE)), *((run_numba_case, case) for case in NUMBA)],

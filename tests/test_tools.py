@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 import zk
+from tests.world import run_world
+from zk.logs import log, rank_log
 
 TIERS = {"stage": 3, "dtype": "bf16", "param_tier": "nvme", "optimizer_tier": "nvme"}
 
@@ -79,3 +82,28 @@ def test_a_profile_refuses_what_it_cannot_record(tmp_path: Path) -> None:
             zk.profile(nn.Linear(2, 2), tmp_path)
         with zk.profile(optimizer, tmp_path), pytest.raises(RuntimeError, match="one profile at a time"):
             zk.profile(optimizer, tmp_path)
+
+
+def test_what_zk_logs_begins_with_its_name(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    log.warning("the %s", "one")
+    rank_log.error("the %s", "other")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")  # torchrun's, before ranks are joined
+    log.warning("not said again")
+    rank_log.warning("mine")
+    assert caplog.messages == ["zk: the one", "zk: the other", "zk: rank 1: mine"]
+
+
+def said_by(_: None) -> list[str]:
+    """What a rank says for all of them, and of something of its own."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zk").addHandler(handler)
+    log.warning("for all")
+    rank_log.warning("my drive")
+    return heard
+
+
+def test_the_first_rank_speaks_for_all_and_each_for_itself() -> None:
+    assert run_world(2, said_by, [None]) == [[["zk: rank 0: for all", "zk: rank 0: my drive"], ["zk: rank 1: my drive"]]]

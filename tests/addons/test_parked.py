@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import os
 import tempfile
 from collections.abc import Callable
@@ -98,6 +100,16 @@ def trained(case: Case, park: Park | None) -> dict[str, Any]:
     return counts | flat | dict(enumerate(params))  # type: ignore[arg-type]
 
 
+@functools.cache
+def unparked(case: Case) -> dict[str, Any]:
+    return trained(case, None)
+
+
+def wanted(case: Case) -> dict[str, Any]:
+    """Without parking; on one rank neither stage nor tier change a bit."""
+    return unparked(case if dist.is_initialized() else dataclasses.replace(case, stage=2, tier="host", params="", no_sync=False, overlap_step=False))
+
+
 def unlike(got: dict[Any, Any], want: dict[Any, Any]) -> list[Any]:
     """The names of what differs."""
     pairs = {name: (got.get(name), want.get(name)) for name in got | want}
@@ -115,7 +127,7 @@ def park_all(optimizer: zk.ZeroOptimizer, model: nn.Module, folder: str) -> None
 def differences(case: Case) -> list[Any]:
     with mock.patch.dict(os.environ, {"ZK_CPU_ADAM": "torch"}):
         default_engine.cache_clear()
-        return unlike(trained(case, park_all), trained(case, None))
+        return unlike(trained(case, park_all), wanted(case))
 
 
 @pytest.mark.device
@@ -125,7 +137,7 @@ def test_training_goes_on_with_the_same_bits(case: Case) -> None:
 
 
 def test_ranks_park_together() -> None:
-    cases = [case for case in CASES if case.optimizer == "two" or case.no_sync or (case.stage in (0, 1, 2, 3) and case.tier == "nvme")]
+    cases = [case for case in CASES if case.no_sync or case == Case(stage=1, optimizer="two") or (case.tier == "nvme" and case.dtype == "bf16")]
     table = run_world(2, differences, cases, timeout=120)
     assert {str(case): rows for case, rows in zip(cases, table, strict=True) if rows != [[], []]} == {}
 
@@ -146,7 +158,7 @@ def one_fails(case: Case) -> list[Any]:
 
     with mock.patch.dict(os.environ, {"ZK_CPU_ADAM": "torch"}):
         default_engine.cache_clear()
-        return said + unlike(trained(case, full), trained(case, None))
+        return said + unlike(trained(case, full), wanted(case))
 
 
 def test_where_one_rank_cannot_none_does_and_an_error_of_one_is_its_own() -> None:

@@ -18,6 +18,7 @@ import zk
 from tests import softgpu
 from tests.core.test_tiers import walk
 from tests.models import DEVICE, GPT, batch, loss_of, train
+from tests.parity import Stepwise, halved, place, unlike
 from tests.world import run_world
 from zk import memory, store
 from zk.addons import update_on as module
@@ -26,7 +27,6 @@ from zk.kernels import reference
 from zk.store import UnitStore
 
 STEPS, COUNT = 4, {"sent": 0}
-Program = Callable[[GPT, zk.ZeroOptimizer, int], None]
 device_only = pytest.mark.device_only
 
 
@@ -61,44 +61,13 @@ def in_small() -> Iterator[None]:
 
 
 def made(**options: Any) -> tuple[GPT, zk.ZeroOptimizer]:
-    torch.manual_seed(0)
-    model = GPT(options.pop("model", "plain"))
-    kind = options.pop("kind", torch.optim.AdamW)
-    halves = [{"params": half} for half in ([p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1])]
-    settings = {"stage": 2, "dtype": "bf16", "optimizer_tier": "host", "clip_grad_norm": 0.5, **options}
-    if settings["stage"] == 3:
-        settings = {"param_tier": settings["optimizer_tier"], **settings}
-    return model, zk.ZeroOptimizer(model, kind(halves, lr=1e-2, weight_decay=0.1), **settings)
+    return halved(**{"clip_grad_norm": 0.5, **options})
 
 
-def trained(program: Program, **options: Any) -> list[Any]:
-    """Losses, masters and states after a few steps of a program."""
-    model, optimizer = made(**options)
-    with optimizer:
-        for step in range(STEPS):
-            program(model, optimizer, step)
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            found: list[Any] = [loss_of(model, batch(99))]
-        found += [value.clone() for value in optimizer.consolidated_state_dict("fp32").values()]
-        states = optimizer.state_dict()["state"]
-        return found + [value for state in states.values() for value in state.values()] + [optimizer.norm, optimizer.skipped_steps]
-
-
-def differing(program: Program, update_on: Any, **options: Any) -> list[int]:
+def differing(program: Stepwise, update_on: Any, overlap_step: bool = False, **options: Any) -> list[int]:
     """What differs from the CPU update, by number."""
-    want = trained(program, **{**options, "overlap_step": False})
     COUNT["sent"] = 0
-    got = trained(program, update_on=update_on, **options)
-    pairs = zip(want, got, strict=True)
-    return [number for number, (a, b) in enumerate(pairs) if not torch.equal(torch.as_tensor(a).cpu(), torch.as_tensor(b).cpu())]
-
-
-def place(name: str, path: Path) -> dict[str, Any]:
-    stage, tier, *params = name.split()
-    given = {"param_tier": params[0]} if params else {}
-    return {"stage": int(stage), "optimizer_tier": tier, **({"nvme_path": path} if tier == "nvme" else {}), **given}
+    return unlike(program, STEPS, {"update_on": update_on, "overlap_step": overlap_step}, **{"clip_grad_norm": 0.5, **options})
 
 
 def plain(model: GPT, optimizer: zk.ZeroOptimizer, step: int) -> None:
@@ -114,14 +83,16 @@ PLACES = ("0 host", "1 host", "2 host", "3 host", "3 host device", "2 nvme", "3 
 
 
 @device_only
-@pytest.mark.parametrize(("name", "dtype"), [*itertools.product(PLACES, ["bf16"]), ("2 host", "fp32"), ("3 host device", "fp32"), ("3 nvme", "fp32")])
+@pytest.mark.parametrize(("name", "dtype"), [*itertools.product(PLACES, ["bf16"]), ("2 host", "fp32"), ("3 nvme", "fp32")])
 def test_bits_are_those_of_the_cpu_update(name: str, dtype: str, tmp_path: Path) -> None:
+    """All, and in turns half, or as many as are faster there."""
     assert differing(plain, "device", dtype=dtype, **place(name, tmp_path)) == []
     every = COUNT["sent"]
-    assert differing(add, 0.5, dtype=dtype, **place(name, tmp_path)) == []
-    assert every > 3 * STEPS and COUNT["sent"] == every // 2
-    assert differing(plain, "auto", dtype=dtype, **place(name, tmp_path)) == []
-    assert 3 <= COUNT["sent"] < every
+    assert every > 3 * STEPS
+    if PLACES.index(name) % 2:
+        assert differing(add, 0.5, dtype=dtype, **place(name, tmp_path)) == [] and COUNT["sent"] == every // 2
+    else:
+        assert differing(plain, "auto", dtype=dtype, **place(name, tmp_path)) == [] and 3 <= COUNT["sent"] < every
 
 
 @device_only
@@ -171,7 +142,7 @@ def save(model: GPT, optimizer: zk.ZeroOptimizer, step: int) -> None:
 
 @device_only
 @pytest.mark.parametrize(("program", "name"), [*itertools.product((infinite, change, save), ("2 host", "3 host", "3 nvme"))])
-def test_whatever_happens_between_steps(program: Program, name: str, tmp_path: Path) -> None:
+def test_whatever_happens_between_steps(program: Stepwise, name: str, tmp_path: Path) -> None:
     FOLDER[:] = [tmp_path / "saved"]
     (tmp_path / "drive").mkdir()
     assert differing(program, 0.7, **place(name, tmp_path / "drive")) == [] and COUNT["sent"]
@@ -203,11 +174,11 @@ def test_with_every_kind_of_state(options: dict[str, Any]) -> None:
 
 
 @device_only
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_order_of_what_a_user_does(seed: int, tmp_path: Path) -> None:
     want = walk(seed, "host", tmp_path, overlap_step=False)
-    for tier, how in itertools.product(("host", "nvme"), ({}, {"param_tier": "device"})):
-        assert walk(seed, tier, tmp_path, update_on=0.6, **how) == want
+    for tier in ("host", "nvme"):
+        assert walk(seed, tier, tmp_path, update_on=0.6, **({"param_tier": "device"} if seed else {})) == want
 
 
 def ranks_differ(job: tuple[str, str, Any]) -> list[int]:

@@ -98,7 +98,7 @@ def run(case: Case) -> str:
 
 GRID = [
     *(Case(stage=stage, dtype="bf16", optimizer=name, steps=3) for stage in range(4) for name in OPTIONS),
-    *(Case(stage=stage, optimizer=name, tier="nvme", steps=3) for stage in range(4) for name in ("Muon", "OfWhole")),
+    *(Case(stage=stage, optimizer=("Muon", "OfWhole")[number % 2], tier="nvme", steps=3) for number, stage in enumerate((0, 1, 2, 3, 3))),
     *(Case(stage=stage, dtype="fp16", optimizer=name, tier="device", steps=3) for stage, name in enumerate(OPTIONS)),
     *(Case(stage=2, dtype="bf16", optimizer=name, model="sometimes", accumulation=2, steps=4) for name in ("Muon", "Signs", "OfWhole")),
     *(Case(stage=3, dtype="bf16", optimizer=name, model="frozen", tier="nvme", adversary=True, steps=3) for name in ("Muon", "OfWhole")),
@@ -118,8 +118,9 @@ def test_it_trains_what_plain_torch_trains(case: Case) -> None:
 
 @pytest.mark.device
 def test_ranks_train_what_plain_torch_trains() -> None:
-    table = run_world(2, run, GRID, timeout=300)
-    assert {str(case): rows for case, rows in zip(GRID, table, strict=True) if any(rows)} == {}
+    cases = [case for number, case in enumerate(GRID) if number % 3 == 0 or (case.optimizer == "Muon" and (case.overlap_step or case.adversary))]
+    table = run_world(2, run, cases, timeout=300)
+    assert {str(case): rows for case, rows in zip(cases, table, strict=True) if any(rows)} == {}
 
 
 def wrapped(variant: str = "sometimes", **options: Any) -> tuple[nn.Module, list[Any], zk.ZeroOptimizer]:

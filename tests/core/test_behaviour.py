@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import math
+import operator
 import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_  # the function itself, before there is a ZeroOptimizer: as scripts do
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.swa_utils import AveragedModel
 
 import zk
 from tests.models import GPT, batch, loss_of, step
+from tests.parity import Lion, make_optimizer
+from tests.world import run_world
 
 STAGES = (0, 1, 2, 3)
 
@@ -229,31 +238,88 @@ def test_a_failed_step_is_not_trained_on_until_states_are_loaded(monkeypatch: py
         train(model, optimizer, 1)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_backward_that_fails_loses_no_gradient(stage: int) -> None:
-    class Fuse(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
+class Fuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
 
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-            raise OSError("blown")
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        raise OSError("blown")
 
+
+def failing(case: tuple[int, bool]) -> None:
+    """The next backward adds to what an interrupted one has made, or a step uses it."""
+    stage, is_followed = case
     model, plain = pair()
     with zk.ZeroOptimizer(model, adamw(model), stage=stage, loss_scale=256.0) as optimizer:
         inner = adamw(plain)
         for one, by in ((model, optimizer), (plain, inner)):
             descend = by.backward if by is optimizer else Tensor.backward
+            descend(loss_of(one, batch(1)))
+            by.step()
+            by.zero_grad()
             handle = one.blocks[0].register_forward_hook(lambda _, args, output: Fuse.apply(output))
             with pytest.raises(OSError, match="blown"):
                 descend(loss_of(one, batch(2)))
             handle.remove()
-            descend(loss_of(one, batch(3)))
+            if is_followed:
+                descend(loss_of(one, batch(3)))
             by.step()
             by.zero_grad()
-    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+            descend(loss_of(one, batch(4)))
+            by.step()
+        with zk.gather(model.parameters()):
+            for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-4, atol=1e-5)
+
+
+FAILING = [(stage, is_followed) for stage in STAGES for is_followed in (False, True)]
+
+
+@pytest.mark.parametrize("case", FAILING, ids=str)
+def test_a_backward_that_fails_loses_no_gradient(case: tuple[int, bool]) -> None:
+    failing(case)
+
+
+def bad(case: tuple[int, str, float]) -> str:
+    """A gradient of one rank is not finite in the second of three steps."""
+    stage, dtype, value = case
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model, _ = pair()
+    with zk.ZeroOptimizer(model, adamw(model), stage=stage, dtype=dtype, loss_scale=8.0) as optimizer:
+
+        def states() -> list[Any]:
+            optimizer.zero_grad()
+            found = [value.clone() for value in optimizer.consolidated_state_dict("fp32", rank0_only=False).values()]
+            return found + [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+
+        for factor in (1.0, value if rank == 0 else 1.0, 1.0):
+            before = states()
+            optimizer.backward(loss_of(model, batch(0)) * factor)
+            optimizer.step()
+            has_changed = not all(map(torch.equal, before, states()))
+            if has_changed != math.isfinite(optimizer.norm):
+                return f"{case}: {has_changed}, {optimizer.norm}"
+        return "" if (optimizer.num_steps, optimizer.skipped_steps) == (2, 1) else f"{case}: {optimizer.metrics()}"
+
+
+BAD = [(stage, dtype, value) for stage, (dtype, value) in enumerate((("fp32", math.nan), ("bf16", math.inf), ("fp16", math.inf), ("bf16", math.nan)))]
+
+
+@pytest.mark.parametrize("case", BAD, ids=str)
+def test_nan_and_inf_never_reach_the_optimizer(case: tuple[int, str, float]) -> None:
+    assert bad(case) == ""
+
+
+def job(case: tuple[Callable[[Any], Any], Any]) -> Any:
+    return case[0](case[1])
+
+
+def test_two_ranks_too() -> None:
+    jobs = [(bad, case) for case in BAD] + [(collected, case) for case in COLLECTED] + [(failing, case) for case in FAILING]
+    wanted = [""] * len(BAD) + [[True, True]] * len(COLLECTED) + [None] * len(FAILING)
+    assert run_world(2, job, jobs) == [[want] * 2 for want in wanted]
 
 
 def test_a_second_thread_is_refused_at_stage_3() -> None:
@@ -287,11 +353,16 @@ class OtherDefaults(torch.optim.AdamW):
         super().__init__(params, lr=1e-2, betas=(0.8, 0.9))
 
 
-@pytest.mark.parametrize(("kind", "name"), [(Unknown, "Unknown"), (torch.optim.LBFGS, "lbfgs.LBFGS")])
+UNKNOWN = [(Unknown, "Unknown"), (Lion, "tests.parity.Lion"), (torch.optim.LBFGS, "lbfgs.LBFGS"), (torch.optim.Adafactor, "Adafactor")]
+
+
+@pytest.mark.parametrize(("kind", "name"), UNKNOWN)
 def test_optimizers_of_unknown_arithmetic_are_refused_by_name(kind: Callable[..., Any], name: str) -> None:
     model = nn.Linear(4, 4, bias=False)
     with pytest.raises(TypeError, match=f"zk knows the arithmetic of .*{name}, of which it cannot tell what.*Addon.rules"):
         zk.ZeroOptimizer(model, kind(model.parameters()))
+    with pytest.raises(ValueError, match="state_dtype"):
+        zk.ZeroOptimizer(model, torch.optim.NAdam(model.parameters()), state_dtype="bf16")
 
 
 @pytest.mark.usefixtures("torch_engine")
@@ -318,32 +389,26 @@ def test_changed_groups_are_refused() -> None:
             optimizer.add_param_group({"params": []})
 
 
-def test_hooks_of_the_users_optimizer_run_and_schedules_may_have_either() -> None:
+def collected(case: tuple[int, bool]) -> list[Any]:
+    stage, is_closed = case
     model, _ = pair()
-    inner, calls = adamw(model), []
-    with zk.ZeroOptimizer(model, inner) as optimizer:
-        inner.register_step_pre_hook(lambda *_: calls.append("before"))
-        optimizer.register_state_dict_post_hook(lambda _, state: {**state, "mine": 1})
-        optimizer.register_load_state_dict_pre_hook(lambda _, state: calls.append(state["mine"]))
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        train(model, optimizer, 1)
-        optimizer.load_state_dict(optimizer.state_dict())
-    assert calls == ["before", 1]
-
-
-@pytest.mark.parametrize("close", (False, True))
-@pytest.mark.parametrize("stage", (2, 3))
-def test_models_are_collected(stage: int, close: bool) -> None:
-    model, _ = pair()
-    optimizer = zk.ZeroOptimizer(model, adamw(model), stage=stage)
+    optimizer = zk.ZeroOptimizer(model, adamw(model), stage=stage, dtype="bf16")
     loss_of(model, batch(0)).backward()
     optimizer.step()  # gradients that have left are still referred to
-    if close:
+    if is_closed:
         optimizer.close()
     dead = weakref.ref(model), weakref.ref(optimizer)
     del model, optimizer
     gc.collect()
-    assert [reference() for reference in dead] == [None, None]
+    return [reference() is None for reference in dead]
+
+
+COLLECTED = [(stage, is_closed) for stage in (2, 3) for is_closed in (False, True)]
+
+
+@pytest.mark.parametrize("case", COLLECTED, ids=str)
+def test_models_are_collected(case: tuple[int, bool]) -> None:
+    assert collected(case) == [True, True]
 
 
 def test_states_that_do_not_fit_are_refused_before_anything_changes() -> None:
@@ -444,3 +509,360 @@ def test_what_backward_has_left_is_collected(how: str) -> None:
         return [param.detach().clone() for param in model.parameters()]
 
     assert all(map(torch.allclose, trained(True), trained(False)))
+
+
+# ---- the optimizer protocol ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("torch_engine")
+def test_it_is_an_optimizer_and_its_groups_are_the_users() -> None:
+    model, _ = pair()
+    inner = torch.optim.AdamW([{"params": [model.head.weight], "lr": 1.0, "name": "head"}, {"params": list(model.blocks.parameters())}], lr=1e-2)
+    groups = inner.param_groups
+    optimizer = zk.ZeroOptimizer(model, inner)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert all(map(operator.is_, optimizer.param_groups, groups)) and optimizer.param_groups[0]["params"][0] is model.head.weight
+    before = model.head.weight.detach().clone()
+    groups[0]["lr"], groups[0]["weight_decay"] = 0.0, 0.0
+    step(model, optimizer)
+    assert torch.equal(model.head.weight, before)
+    groups[0]["lr"] = torch.tensor(0.5)
+    step(model, optimizer)
+    assert not torch.equal(model.head.weight, before)
+
+
+SCHEDULES: dict[str, Callable[..., Any]] = {
+    "inner lambda": lambda o: LambdaLR(o, lambda t: 1 / (t + 1)),
+    "inner step": lambda o: StepLR(o, 1, 0.5),
+    "zk cosine": lambda o: CosineAnnealingLR(o, 5),
+    "zk onecycle": lambda o: OneCycleLR(o, 0.1, total_steps=10),
+    "inner plateau": lambda o: ReduceLROnPlateau(o, patience=0),
+}
+
+
+@pytest.mark.usefixtures("torch_engine")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedulers_drive_it_from_either_optimizer(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    model, plain = pair()
+    inner, theirs, make = adamw(model), adamw(plain), SCHEDULES[name]
+    first = make(inner) if "inner" in name else None
+    with zk.ZeroOptimizer(model, inner) as optimizer:
+        schedules = [first or make(optimizer), make(theirs)]
+        for seed in range(5):
+            assert step(model, optimizer, seed) == step(plain, theirs, seed)
+            for schedule in schedules:
+                schedule.step(*([1.0] if "plateau" in name else []))
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
+
+
+@pytest.mark.parametrize("when", ("before", "after"))
+def test_hooks_of_the_users_optimizer_and_of_zks_run_around_steps_and_states(when: str) -> None:
+    model, _ = pair()
+    inner, calls = adamw(model), []
+
+    def register() -> None:
+        inner.register_step_pre_hook(lambda *_: calls.append("before a step"))
+        inner.register_step_post_hook(lambda *_: calls.append("after a step"))
+        inner.register_state_dict_pre_hook(lambda *_: calls.append("before a state"))
+        inner.register_state_dict_post_hook(lambda optimizer, state: {**state, "mine": 1})
+        inner.register_load_state_dict_pre_hook(lambda optimizer, state: calls.append(state["mine"]))
+        inner.register_load_state_dict_post_hook(lambda *_: calls.append("after a load"))
+
+    if when == "before":
+        register()
+    with zk.ZeroOptimizer(model, inner) as optimizer:
+        if when == "after":
+            register()
+        step(model, optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert calls == ["before a step", "after a step", "before a state", 1, "after a load"]
+        optimizer.register_state_dict_post_hook(lambda _, state: {**state, "own": 2})
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: calls.append(state["own"]))
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert 2 in calls
+
+
+@pytest.mark.usefixtures("torch_engine")
+def test_closures_and_step_hooks_run() -> None:
+    model, plain = pair()
+    optimizer, calls = zk.ZeroOptimizer(model, adamw(model)), list[str]()
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def closure() -> Tensor:
+        calls.append("closure")
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(1))
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == step(plain, adamw(plain), 1)
+    assert calls == ["before", "closure", "after"] and all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+@pytest.mark.usefixtures("torch_engine")
+def test_state_dict_and_wrapping_in_mid_training_resume_bit_for_bit() -> None:
+    for dtype, kind in (("fp32", "Adam"), ("bf16", "AdamW"), ("bf16", "SGD")):  # Adam's is of amsgrad
+        model, other = pair()
+        optimizer = zk.ZeroOptimizer(model, make_optimizer(kind, list(model.parameters())), dtype=dtype)
+        if dtype == "fp32":  # begun by torch
+            optimizer.close()
+            train(model, inner := make_optimizer(kind, list(model.parameters())))
+            optimizer = zk.ZeroOptimizer(model, inner)
+            train(other, inner := make_optimizer(kind, list(other.parameters())))
+            assert train(model, optimizer) == train(other, inner)
+        else:
+            train(model, optimizer)
+        state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+        _, third = pair()
+        again = zk.ZeroOptimizer(third, make_optimizer(kind, list(third.parameters())), dtype=dtype)
+        again.param_groups[0]["lr"] = 5.0
+        third.load_state_dict(weights)
+        again.load_state_dict(state)
+        assert again.param_groups[0]["lr"] == 1e-2 and train(model, optimizer) == train(third, again)
+        assert all(map(torch.equal, model.parameters(), third.parameters()))
+
+
+def test_state_from_before_the_first_step_starts_anew() -> None:
+    for stage in STAGES:
+        model, plain = pair()
+        with zk.ZeroOptimizer(model, adamw(model), stage=stage) as optimizer:
+            for one, by in ((model, optimizer), (plain, adamw(plain))):
+                saved = copy.deepcopy(by.state_dict())
+                train(one, by, 2)
+                by.load_state_dict(saved)
+                step(one, by, 3)
+        for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_stepping_between_forward_and_backward_is_caught_as_torch_does() -> None:
+    model, _ = pair()
+    optimizer = zk.ZeroOptimizer(model, adamw(model))
+    early = loss_of(model, batch(0))
+    step(model, optimizer, 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        early.backward()
+
+
+COPIES = {"deep": copy.deepcopy, "shallow": copy.copy, "pickle": pickle.dumps, "save": lambda optimizer: torch.save(optimizer, io.BytesIO())}
+
+
+@pytest.mark.parametrize("call", COPIES.values(), ids=COPIES)
+def test_an_optimizer_is_not_copied_or_pickled_and_steps_when_there_is_a_gradient(call: Callable[..., Any]) -> None:
+    model, _ = pair()
+    optimizer = zk.ZeroOptimizer(model, adamw(model))
+    with pytest.raises(TypeError, match=r"cannot be copied|copied or pickled"):
+        call(optimizer)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="found no gradient"):
+            optimizer.step()
+        step(model, optimizer)
+
+
+def test_a_model_too_small_for_units_and_one_parameter_work() -> None:
+    for model in (nn.Linear(1, 1), nn.Linear(3, 1, bias=False), nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))):
+        optimizer = zk.ZeroOptimizer(model, adamw(model), stage=3)
+        model(torch.ones(1, next(model.parameters()).shape[1])).sum().backward()
+        optimizer.step()
+        assert optimizer.metrics()["steps"] == 1
+
+
+@pytest.mark.parametrize("tier", ("host", "nvme"))
+def test_a_frozen_model_needs_no_optimizer(tier: str, tmp_path: Path) -> None:
+    """A reference, a reward model, a teacher: forward alone, from any tier."""
+    with pytest.raises(TypeError, match="or None for a frozen model; got NoneType"):
+        zk.ZeroOptimizer(GPT(), None)
+    model = GPT().requires_grad_(False)
+    want = model(batch(0))
+    options: dict[str, Any] = {"stage": 3, "param_tier": tier, "optimizer_tier": "host", "nvme_path": str(tmp_path) if tier == "nvme" else None}
+    with zk.ZeroOptimizer(model, None, **options) as optimizer:
+        assert torch.equal(model(batch(0)), want)
+        with pytest.raises(RuntimeError, match="found no gradient"):
+            optimizer.step()
+    json = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    engine, *_ = zk.initialize(model=model, config=json)
+    assert torch.equal(engine(batch(0)), want)
+
+
+def test_a_closed_optimizer_refuses_and_leaves_model_and_optimizer_usable(tmp_path: Path) -> None:
+    model, _ = pair()
+    drive: dict[str, Any] = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path}
+    with zk.ZeroOptimizer(model, inner := adamw(model), stage=3, **drive) as optimizer:
+        step(model, optimizer)
+        loss = loss_of(model, batch(1))
+        for call in (inner.step, inner.state_dict):
+            with pytest.raises(RuntimeError, match=r"this AdamW was given to a ZeroOptimizer"):
+                call()
+        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+            loss_of(model, batch(0)).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        optimizer.close(gather=True)
+    for refused in (optimizer.step, optimizer.state_dict, optimizer.synchronize, loss.backward):
+        with pytest.raises(RuntimeError, match="closed"):
+            refused()
+    optimizer.close()
+    before = model.head.weight.clone()
+    loss_of(model, batch(0)).backward()
+    inner.step()
+    assert not torch.equal(before, model.head.weight)
+
+
+def test_gradients_of_inputs_and_parameters_can_be_asked_for() -> None:
+    model, other = pair()
+    with zk.ZeroOptimizer(model, adamw(model), stage=3):
+        x, y = (torch.ones(2, 4, 24, requires_grad=True) for _ in range(2))
+        (got,) = torch.autograd.grad(model.blocks[0](x).sum(), x)
+        (want,) = torch.autograd.grad(other.blocks[0](y).sum(), y)
+        assert torch.equal(got, want)
+        grads = torch.autograd.grad(loss_of(model, batch(0)), list(model.parameters()))
+        wanted = torch.autograd.grad(loss_of(other, batch(0)), list(other.parameters()))
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(grads, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", (None, "bf16"))
+def test_averaged_and_saved_copies_are_plain_models(dtype: str | None, tmp_path: Path) -> None:
+    model, _ = pair()
+    optimizer = zk.ZeroOptimizer(model, adamw(model), dtype=dtype)
+    average, ids = AveragedModel(model), batch(0)
+    step(model, optimizer)
+    average.update_parameters(model)
+    torch.testing.assert_close(average(ids), model(ids))
+    torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(again(ids), model(ids))
+    loss_of(again, ids).backward()
+    assert again.head.weight.grad is not None
+
+
+def test_what_is_gathered_to_be_written_can_be_gathered_to_be_read(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    drive: dict[str, Any] = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path}
+    with zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, **drive):
+
+        def total() -> float:
+            with zk.gather(model.parameters()):
+                return sum(param.sum().item() for param in model.parameters())
+
+        with zk.gather(model.parameters(), write=True), torch.no_grad():
+            for param in model.parameters():
+                param.fill_(1)
+            assert total() == 40
+        assert total() == 40
+        with pytest.raises(RuntimeError, match="was changed, and at stage 3 that is lost"), zk.gather(model.parameters()), torch.no_grad():
+            model[0].weight.fill_(2)
+            assert total() == 56
+        assert total() == 40
+
+
+# ---- optimizers beyond Adam --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("torch_engine")
+@pytest.mark.parametrize("name", ["ASGD", "NAdam"])
+def test_numbers_follow_the_learning_rate_of_their_own_step(name: str) -> None:
+    model, plain = pair()
+    inners = [make_optimizer(name, list(one.parameters())) for one in (model, plain)]
+    with zk.ZeroOptimizer(model, inners[0]) as optimizer:
+        for seed in range(4):
+            assert step(model, optimizer, seed) == step(plain, inners[1], seed)
+            for inner in inners:
+                for group in inner.param_groups:
+                    group["lr"] *= 0.5
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+@pytest.mark.usefixtures("torch_engine")
+@pytest.mark.parametrize("name", ["NAdam", "Adagrad"])
+def test_state_goes_to_plain_torch_and_to_checkpoints_and_back(name: str, tmp_path: Path) -> None:
+    def wrapped(kind: str = name, **options: Any) -> tuple[nn.Module, zk.ZeroOptimizer]:
+        torch.manual_seed(0)
+        model = GPT("sometimes").bfloat16()
+        return model, zk.ZeroOptimizer(model, make_optimizer(kind, list(model.parameters())), **options)
+
+    model, optimizer = wrapped()
+    train(model, optimizer, 2)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    plain = make_optimizer(name, [nn.Parameter(torch.zeros_like(param, dtype=torch.float32)) for param in model.parameters()])
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    want = train(model, optimizer, 2)
+    for is_checkpoint in (False, True):
+        other, again = wrapped(stage=3, param_tier="host", optimizer_tier="nvme", nvme_path=tmp_path)
+        again.load_checkpoint(tmp_path / "saved") if is_checkpoint else again.load_state_dict(plain.state_dict())  # masters come along
+        assert train(other, again, 2) == want
+        again.close()
+    with wrapped("AdamW")[1] as adam, pytest.raises(ValueError, match=r"this optimizer keeps \['master', 'exp_avg', 'exp_avg_sq'\]: make the same"):
+        adam.load_checkpoint(tmp_path / "saved")
+
+
+@pytest.mark.usefixtures("torch_engine")
+@pytest.mark.parametrize("name", ["AdamW", "NAdam"])
+def test_torchs_default_dtype_is_not_that_of_states_and_counts(name: str) -> None:
+    """bf16 has no 257."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False, dtype=torch.float32) for _ in range(2)))
+        plain = copy.deepcopy(model)
+        theirs, count = make_optimizer(name, list(plain.parameters())), 300 if name == "AdamW" else 3
+        with zk.ZeroOptimizer(model, make_optimizer(name, list(model.parameters()))) as optimizer:
+            for number in range(count):
+                x = torch.randn(4, 8, dtype=torch.float32)
+                for one, by in ((model, optimizer), (plain, theirs)):
+                    one(x).square().mean().backward()
+                    by.step()
+                    by.zero_grad()
+                if number == 270:
+                    optimizer.load_state_dict(optimizer.state_dict())
+            assert all(map(torch.equal, model.parameters(), plain.parameters()))
+            assert optimizer.state_dict()["state"][0]["step"] == count
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# ---- clipping, and gradients that some have dropped --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("limits", ([0.05], [0.5, 0.05, 1e9, math.inf]), ids=str)
+def test_norms_are_torchs_and_of_several_clips_before_a_step_the_smallest_counts(limits: list[float], stage: int) -> None:
+    model, plain = pair()
+    with zk.ZeroOptimizer(model, adamw(model), stage=stage) as optimizer:
+        inner = adamw(plain)
+        for seed in range(3):
+            norms = []
+            for one, by in ((model, optimizer), (plain, inner)):
+                loss_of(one, batch(seed + 9)).backward()
+                one.zero_grad()  # drops what has left
+                loss_of(one, batch(seed)).backward()
+                clip = optimizer.clip_grad_norm_ if by is optimizer and seed else lambda *given, one=one: clip_grad_norm_(one.parameters(), *given)
+                norms.append([clip(limit).item() for limit in limits])
+                by.step()
+                by.zero_grad()
+            assert norms[0] == pytest.approx(norms[1], rel=1e-4) and norms[0][0] > 0.05
+        optimizer.close(gather=True)
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_part", (False, True))
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_a_gradient_that_was_dropped_does_not_become_zeros_and_one_that_was_assigned_stays(stage: int, is_part: bool) -> None:
+    model, plain = pair()
+    with zk.ZeroOptimizer(model, adamw(model), stage=stage) as optimizer:
+        for one, by in ((model, optimizer), (plain, adamw(plain))):
+            train(one, by, 1)
+            loss_of(one, batch(2)).backward()
+            dropped, assigned = one.blocks[0].up, one.head
+            assert dropped.bias.grad is not None
+            dropped.weight.grad = None
+            (one.blocks[0] if is_part else by).zero_grad(set_to_none=False)
+            assigned.weight.grad = torch.ones(19, 24)
+            one.blocks[1].zero_grad()
+            assert dropped.weight.grad is None and not dropped.bias.grad.any() and one.blocks[1].up.weight.grad is None
+            by.step()
+        optimizer.close(gather=True)
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

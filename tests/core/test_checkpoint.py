@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import zk
@@ -620,3 +620,15 @@ def test_a_checkpoint_of_0_1_0_loads_from_its_files(is_tiled: bool, tmp_path: Pa
     model, optimizer = tiled(not is_tiled)
     assert optimizer.load_checkpoint(folder) is None
     assert differ(optimizer.consolidated_state_dict("fp32"), weights) == []
+
+
+def test_each_loader_names_the_other_one_for_its_folder(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, tmp_path / "model.safetensors")
+    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters())) as optimizer:
+        with pytest.raises(CheckpointError, match=r"neither manifest.json nor .*zk.load_pretrained reads weights"):
+            optimizer.load_checkpoint(tmp_path)
+        folder = optimizer.save_checkpoint(tmp_path / "saved")
+        for path in (folder, folder.parent):
+            with pytest.raises(FileNotFoundError, match=r"no folder with model.safetensors"):
+                zk.load_pretrained(model, path)

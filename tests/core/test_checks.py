@@ -95,6 +95,23 @@ def of_kind(kind: str) -> nn.Module:
             first.weight, second.weight = (nn.Parameter(part.view(4, 4)) for part in torch.randn(32).chunk(2))
         case "tied":
             second.weight = first.weight
+        case "no parameter":
+            del second._parameters["weight"]
+            second.weight = first.weight.T
+        case "attribute":
+            second._seen = first.weight.data
+        case "list":
+            second.seen = [torch.ones(1), first.weight[1:]]
+        case "dict":
+            second.seen = {"rows": first.weight.view(-1)}
+        case "buffer":
+            second.register_buffer("seen", first.bias.detach())
+        case "itself":
+            second.weight, second.seen, second.also = first.weight, first.bias, [first.bias]
+        case "made anew":
+            model[0] = nn.utils.spectral_norm(first)
+        case "nested":
+            second.seen = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     return model
 
 
@@ -108,20 +125,24 @@ KINDS = {
     "expanded": r"'1.bias' is expanded, .*expanded\.clone\(\)",
     "codes": "'1.weight' is torch.float8_e4m3fn",
     "fp4": r"'1.table' is torch.float4_e2m1fn_x2, which torch cannot copy; keep it as param.view\(torch.uint8\)",
-    "parts of one": "",
-    "tied": "",
+    "no parameter": "'1.weight' shares memory with parameter '0.weight'",
+    "attribute": "'1._seen' shares memory with parameter '0.weight'",
+    "list": "'1.seen' shares memory with parameter '0.weight'",
+    "dict": "'1.seen' shares memory with parameter '0.weight'",
+    "buffer": "'1.seen' shares memory with parameter '0.bias'",
+    **dict.fromkeys(("parts of one", "tied", "itself", "made anew", "nested"), ""),
 }
 
 
 @pytest.mark.parametrize(("kind", "message"), KINDS.items())
 def test_parameters_that_cannot_be_taken_are_named_and_stay(kind: str, message: str) -> None:
     model = of_kind(kind)
-    before = [(param.dtype, param.device) for param in model.parameters()]
+    before = [(param.dtype, param.device, kind in ("lazy", "meta") or param.data_ptr()) for param in model.parameters()]
     if message:
         for options in ({}, {"stage": 3, "device": "cpu"}):
             with pytest.raises(ValueError, match=message):
                 zk.ZeroOptimizer(model, adamw(model), **options)
-        assert [(param.dtype, param.device) for param in model.parameters()] == before
+        assert [(param.dtype, param.device, kind in ("lazy", "meta") or param.data_ptr()) for param in model.parameters()] == before
     else:
         optimizer = zk.ZeroOptimizer(model, adamw(model))
         train(model, optimizer)

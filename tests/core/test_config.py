@@ -41,6 +41,9 @@ def test_quick_values_are_read_as_users_write_them(tmp_path: Path) -> None:
         ({"optimizer_tier": "nvme", "nvme_path": ["/tmp", "/tmp"]}, "each of them once"),
         ({"stage": 3, "param_tier": "nvme", "nvme_path": "/tmp"}, "updated in host memory"),
         ({"param_tier": "host"}, "param_tier='host' needs stage=3"),
+        ({"param_tier": ["host"]}, r"param_tier must be .*; got \['host'\]$"),
+        ({"nvme_path": "/tmp"}, "nvme_path has no effect"),
+        ({"host_budget": "1GiB"}, "host_budget has no effect"),
         ({"host_budget": "24 potatoes"}, "host_budget must be a number of bytes above 0, or a string like"),
         ({"host_budget": "-3GiB"}, "host_budget must be"),
         ({"host_budget": "24"}, "a string like '24GiB'; got '24'"),
@@ -65,6 +68,12 @@ def test_values_without_a_meaning_are_refused(options: dict[str, Any], message: 
         zk.ZeroConfig(**options)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_must_be_there() -> None:
+    with pytest.raises(ValueError, match="torch sees 0 CUDA devices"):
+        zk.ZeroConfig(device="cuda")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -83,8 +92,14 @@ def test_values_without_a_meaning_are_refused(options: dict[str, Any], message: 
     ids=str,
 )
 def test_values_of_other_types_and_unknown_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        zk.ZeroConfig(**options)
+    model = nn.Linear(2, 2)
+    for make in (
+        lambda: zk.ZeroConfig(**options),
+        lambda: dataclasses.replace(zk.ZeroConfig(), **options),
+        lambda: zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), zk.ZeroConfig(), **options),
+    ):
+        with pytest.raises(TypeError, match=message):
+            make()
 
 
 def test_there_are_16_core_fields_and_add_ons_have_the_other_options() -> None:

@@ -31,10 +31,12 @@ if not softgpu.installed():
 
 pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
 
+TIERS, DTYPES = ("device", "host", "nvme"), ("bf16", "fp16", "fp32")
+# each stage with each tier, and each precision with each tier, twice at stage 3
 GRID = [
-    Case(stage=stage, dtype=dtype, tier=tier, steps=3)
-    for stage, dtype, tier in itertools.product((0, 1, 2, 3), ("bf16", "fp16", "fp32"), ("device", "host", "nvme"))
-]
+    Case(stage=stage, dtype=DTYPES[(stage + number + turn) % 3], tier=tier, steps=3)
+    for stage, (number, tier) in itertools.product((0, 1, 2, 3), enumerate(TIERS)) for turn in range(1 + stage // 3)
+]  # fmt: skip
 OTHERS = [
     *(Case(stage=stage, dtype="bf16", accumulation=3, tier=tier, steps=2) for stage, tier in itertools.product((1, 2, 3), ("host", "nvme"))),
     Case(stage=3, dtype="bf16", accumulation=3, no_sync=True, steps=2),
@@ -74,11 +76,12 @@ def test_ranks_with_devices_train_as_plain_torch() -> None:
     assert {str(case): rows for case, rows in zip(cases, table, strict=True) if any(rows)} == {}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_what_a_user_does_gives_the_same_bits(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "CHUNK_NUMEL", 2048)
     want = walk(seed, "device", tmp_path, overlap_step=False)
-    for options in ({"tier": "host"}, {"tier": "nvme"}, {"tier": "host", "param_tier": "device"}, {"tier": "host", "optimizer_tier": "device"}):
+    ways = {"tier": "host"}, {"tier": "host", "param_tier": "device"}, {"tier": "nvme"}, {"tier": "host", "optimizer_tier": "device"}
+    for options in ways[seed % 2 :: 2]:
         assert walk(seed, path=tmp_path, **{"overlap_step": False, **options}) == want
     if seed % 3 == 2:  # beside the next forward
         assert walk(seed, "host", tmp_path) == want

@@ -229,7 +229,7 @@ def walk(seed: int, tier: str, path: Path, **options: Any) -> list[float]:
     return out
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_what_a_user_does_gives_the_same_bits(seed: int, late: None, small: None, tmp_path: Path) -> None:
     want = walk(seed, "host", tmp_path)
     assert walk(seed, "nvme", tmp_path) == want and walk(seed, "nvme", tmp_path, host_budget=150_000) == want

@@ -354,7 +354,6 @@ def test_weights_come_out_as_a_file_that_plain_lightning_loads(tmp_path: Path) -
 
 
 CASES: dict[str, tuple[dict[str, Any], float]] = {  # options of the Trainer, difference to DDP
-    "plain": ({}, 0.0),
     "clipped": ({"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}, 1e-6),
 }
 OURS = ("zk_stage_1", "zk_stage_3_offload")
@@ -365,7 +364,7 @@ def test_two_ranks_train_what_stock_ddp_trains_and_one_resumes_from_them(tmp_pat
     command = ("-m", "tests.integrations.lightning_ranks", str(tmp_path))
     run(*command, env=environment, timeout=600, check=True)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
-    assert first["plain", "ddp"][0] != second["plain", "ddp"][0]  # each its own data
+    assert first["clipped", "ddp"][0] != second["clipped", "ddp"][0]  # each its own data
     for found in (first, second):
         for name, (_, tolerance) in CASES.items():
             for strategy in OURS:
@@ -378,11 +377,11 @@ def test_two_ranks_train_what_stock_ddp_trains_and_one_resumes_from_them(tmp_pat
     assert loss_of(plain, batch(0)).item() == pytest.approx(first["alone"], abs=1e-6)
 
 
-@pytest.mark.parametrize("package", ("lightning", "pytorch_lightning"))
-def test_the_example_learns_with_either_package(package: str, tmp_path: Path) -> None:
-    pytest.importorskip(package)
+def test_the_example_learns_with_the_other_package_too(tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_lightning")
     text = (ROOT / "examples" / "lightning_gpt.py").read_text()
-    text = text.replace("import lightning as L", f"import {package} as L")
+    assert "import lightning as L" in text
+    text = text.replace("import lightning as L", "import pytorch_lightning as L")
     (tmp_path / "example.py").write_text(text)
     done = run(str(tmp_path / "example.py"), "--steps", "30", check=True)
     first, last = (float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line)
