@@ -31,7 +31,7 @@ class CPUAdam(torch.optim.Optimizer):
                 state, flat = self.state[param], param.detach().view(-1)
                 if not state:
                     fields = codec.state_fields(param.dtype, MOMENTS, self.state_dtype, self.split_master)
-                    state |= {name: torch.empty_like(flat, dtype=dtype) for name, dtype in fields.items()}
+                    state |= {name: torch.zeros_like(flat, dtype=dtype) for name, dtype in fields.items()}
                     codec.start({**state, "param": flat}, flat)
                     state["step"] = torch.tensor(0.0)
                 state["step"] += 1

@@ -102,8 +102,8 @@ class UnitStore:
             for chunk in grads:
                 chunk.drop()  # what is put there has memory of its own
             for chunk, bound in zip(self.states, self.bounds, strict=True):
-                param = full[mine][bound].to(chunk.device, copy=True)
-                self.codec.start(chunk.open() | {"param": param}, values[mine][bound].float())
+                param = full[mine][bound]
+                self.codec.start(chunk.open() | {"param": param}, values[mine][bound])
                 chunk.close(changed=True)
         self.grad = Gradient(self, grads)
         return full

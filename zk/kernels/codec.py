@@ -6,13 +6,12 @@
 
 Fields are tensors (n,) by name: "param", "master" if there is one, and moments by torch's names.
 
-An fp32 master is split into a bf16 parameter and the 16 bits that it lacks, and joined again,
-without loss. The parameter is the master rounded to nearest even, as every cast in torch does it;
-"master" holds the lower 16 bits. The parameter is then the master's upper half, or that plus one
-when the lower half was rounded up, which is when its highest bit is set: but not at a tie (lower
-half exactly 0x8000) that went down to the even neighbour. That one bit rides in the sign of Adam's
-second moment, which is never negative. Where the user writes the parameter, the master is that, to
-within its precision. No master is rounded up to zero, so such a zero was written.
+An fp32 master is split into a bf16 parameter and the 16 bits that it lacks, and joined without
+loss. The parameter is the master as torch casts it; "master" holds the lower 16 bits. It is the
+master's upper half, or that plus one when the lower half was rounded up: when its highest bit is
+set, but for a tie (0x8000) that went down to the even neighbour. That bit rides in the sign of
+Adam's second moment, which is never negative. Where the user writes the parameter, the master is
+that, to within its precision. No master is rounded up to zero, so such a zero was written.
 """
 
 from __future__ import annotations
@@ -64,13 +63,14 @@ def dtype_of(dtypes: Mapping[str, torch.dtype], name: str) -> torch.dtype:
 
 
 def start(fields: Fields, initial: Tensor) -> None:
-    """Masters from ``initial`` (n,) in any precision, moments from zero."""
-    for name in fields.keys() - {"param"}:
-        fields[name].zero_()
-    write(fields, {"master": initial})
+    """Masters from ``initial`` (n,) in any precision, of which "param" is the cast; else 0."""
     param, master = fields["param"], fields.get("master")
-    if master is not None and master.dtype == CODES:  # compute has parameters as torch casts them
-        eight_bit.cast24_(initial.to(param.device), param, master)
+    if master is None or (master.dtype == torch.int16 and initial.dtype == param.dtype):
+        return  # the parameter has all of it
+    initial, param = initial.to(master.device).float(), param.to(master.device, copy=True)
+    write({**fields, "param": param}, {"master": initial})
+    if master.dtype == CODES:  # compute has parameters as torch casts them
+        eight_bit.cast24_(initial, param, master)
 
 
 _JOINED = {

@@ -39,7 +39,7 @@ class Codec:
     """Name -> dtype of what rests on the optimizer's tier."""
 
     start = staticmethod(codec.start)
-    """(fields, masters): set fields to ``masters`` (n,) and to zero for all else."""
+    """(fields, masters): set fields, which are zero, to ``masters`` (n,) in any precision."""
     read = staticmethod(codec.read)
     """(fields, name): the "master" (n,) in fp32, or another field."""
     write = staticmethod(codec.write)
