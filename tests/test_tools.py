@@ -14,6 +14,7 @@ from torch import nn
 import zk
 from tests.world import run_world
 from zk.logs import log, rank_log
+from zk.store import UnitStore
 
 TIERS = {"stage": 3, "dtype": "bf16", "param_tier": "nvme", "optimizer_tier": "nvme"}
 
@@ -58,12 +59,12 @@ def ranges(folder: Path) -> list[str]:
 
 
 def test_a_profile_names_the_phases_of_the_steps_that_it_records(tmp_path: Path) -> None:
-    before = zk.optimizer.UnitStore.update
+    before = UnitStore.update
     with made(tmp_path) as optimizer:
         zk.profile(optimizer, tmp_path / "profile", steps=2, skip=1)
         train(optimizer, 4)
         found = ranges(tmp_path / "profile")
-        assert zk.optimizer.UnitStore.update is before, "nothing stays wrapped"
+        assert UnitStore.update is before, "nothing stays wrapped"
         for words in ("model forward", "1 forward", "1 reduce", "1 update"):
             assert found.count(f"zk: {words}") == 2, (words, found)
         for words in ("1 gather", "wait drive"):

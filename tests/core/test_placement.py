@@ -20,6 +20,7 @@ from tests.world import run_world
 from zk import placement
 from zk.offload.rules import AdamRule
 from zk.placement import Place, Placement, Size
+from zk.store import UnitStore
 from zk.unit import blocks_of, find_units
 
 KIB, GIB = 1 << 10, 1 << 30
@@ -219,14 +220,14 @@ def test_after_a_refusal_model_and_optimizer_are_as_they_were() -> None:
 @pytest.mark.parametrize("stage", (2, 3))
 def test_an_error_half_way_gives_the_model_back(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     net, twin = model(), model()
-    place, calls = zk.optimizer.UnitStore.place, itertools.count()
+    place, calls = UnitStore.place, itertools.count()
 
     def failing(store: Any, values: Tensor) -> Tensor:
         if next(calls) == 3:
             raise OSError("the drive is full")
         return place(store, values)
 
-    monkeypatch.setattr(zk.optimizer.UnitStore, "place", failing)
+    monkeypatch.setattr(UnitStore, "place", failing)
     adam = torch.optim.AdamW(net.parameters())
     with pytest.raises(OSError, match="the drive is full"):
         zk.ZeroOptimizer(net, adam, stage=stage, units=[nn.Linear])
@@ -273,14 +274,14 @@ def on_ranks(what: str) -> str:
 
 def full_drive_on_ranks(stage: int) -> str:
     """An error of the second rank at its third unit; then both train on, with another optimizer."""
-    net, place, calls = model(), zk.optimizer.UnitStore.place, itertools.count()
+    net, place, calls = model(), UnitStore.place, itertools.count()
 
     def failing(store: Any, values: Tensor) -> Tensor:
         if next(calls) == 3 and dist.get_rank() == 1:
             raise OSError("the drive is full")
         return place(store, values)
 
-    with mock.patch.object(zk.optimizer.UnitStore, "place", failing), pytest.raises(OSError, match="the drive is full"):
+    with mock.patch.object(UnitStore, "place", failing), pytest.raises(OSError, match="the drive is full"):
         wrap(net, stage=stage)
     optimizer = wrap(net, stage=stage)
     losses = train(net, optimizer)

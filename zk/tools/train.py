@@ -25,6 +25,7 @@ from zk.checkpoint import files
 from zk.checkpoint.export import export
 from zk.config import parse_device
 from zk.offload.cpu_adam import default_threads
+from zk.parallel.comm import connect
 from zk.tools.doctor import multiplies_bf16
 from zk.tools.gpt import GPT, GPTConfig
 from zk.tools.metrics import peak_nbytes
@@ -118,7 +119,7 @@ class Training:
             self.device = parse_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}", "LOCAL_RANK")
             torch.cuda.set_device(self.device)
         if self.world > 1:
-            torch.distributed.init_process_group()
+            connect()
             torch.set_num_threads(default_threads())  # torchrun sets one thread for each rank
         text = read_text(self.data)
         self.crc32 = zlib.crc32(text)
@@ -225,8 +226,8 @@ class Training:
     def save(self) -> Any:
         """Save a checkpoint; returns its folder."""
         extra = {"crc32": self.crc32, "history": self.history}
-        folder, kept = self.out / "checkpoints", {"scheduler": self.scheduler, "keep": 2}
-        return self.optimizer.save_checkpoint(folder, extra=extra, **kept)
+        folder = self.out / "checkpoints"
+        return self.optimizer.save_checkpoint(folder, scheduler=self.scheduler, extra=extra, keep=2)
 
     def loop(self) -> int:
         """Train up to --steps, with checkpoints. Returns the signal that ended it before, or 0."""
