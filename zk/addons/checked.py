@@ -1,8 +1,7 @@
 """Refuse by name what zk cannot train, before anything is moved: rule, value and remedy.
 
-One warning of a model that computes in 16 bits on a CPU that has no kernels for it. It is there for
-every optimizer, without an option. Uses of the core: RUNTIMES, dtypes_of, ``Runtime.stores``; the
-seams ``check``, ``attach``, ``before_step``; ``Layout.owners``.
+One warning of a model that computes in 16 bits on a CPU without kernels for it. Every optimizer has
+it. Uses of the core: RUNTIMES, dtypes_of, ``Runtime.stores``, ``Layout.owners``; three seams.
 """
 
 from __future__ import annotations
@@ -60,6 +59,8 @@ FAULTS: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
 class Checked(Addon):
     """Modules, optimizers, parameters, their memory, and what is trained, in this order."""
 
+    made: Any = ()  # the optimizer, once it is
+
     def check(self, model: nn.Module, optimizers: Any, config: Any) -> None:
         names: Names = {param: name for name, param in model.named_parameters()}
         check_modules(model)
@@ -70,26 +71,25 @@ class Checked(Addon):
         check_trained(names, optimizers, dtypes_of(model, config.dtype, config.keep_dtype))
 
     def attach(self, optimizer: ZeroOptimizer) -> None:
-        self.optimizer = optimizer
+        self.made = (optimizer,)
         units = [store.unit for store in optimizer._runtime.stores]
         for dtype in {unit.dtype for unit in units if unit.device.type == "cpu"}:
             warn(dtype)
 
     def before_step(self) -> None:
         """Refuse gradients of parameters that were unfrozen: nothing trains them."""
-        owners, stores = self.optimizer._layout.owners, self.optimizer._runtime.stores
-        is_open = bool(self.optimizer._trained)  # close() comes here too
-        for unit in [store.unit for store in stores if is_open and not store.unit.is_trained]:
-            pairs = zip(unit.names, unit.params, strict=True)
-            for name, param in [(n, p) for n, p in pairs if p.requires_grad and p in owners]:
-                require(
-                    param.grad is None and unit.dtype in NAMES,
-                    f"parameter {name!r} ({unit.dtype}) was unfrozen after the ZeroOptimizer was made, "
-                    "which does not train it: give growing=True for fp32, bf16 and fp16, and call the "
-                    "model itself after unfreezing; or close() it and make another. model.zero_grad() "
-                    "drops gradients",
-                    RuntimeError,
-                )
+        for one in self.made:
+            stores = one._runtime.stores if one._trained else ()  # else it is being closed
+            for unit in [store.unit for store in stores if not store.unit.is_trained]:
+                for name, param in zip(unit.names, unit.params, strict=True):
+                    is_lost = param.grad is not None or unit.dtype not in NAMES
+                    require(
+                        not (is_lost and param.requires_grad and param in one._layout.owners),
+                        f"parameter {name!r} ({unit.dtype}) was unfrozen after the ZeroOptimizer was "
+                        "made, which does not train it: give growing=True for fp32, bf16 and fp16, and "
+                        "call the model after it; or close() it and make another",
+                        RuntimeError,
+                    )
 
 
 @functools.cache
