@@ -68,16 +68,19 @@ class Gradient:
             return
         self.settle()
         missing = self.scale / self.layout.reducer.loss_scale  # a factor of what users have assigned
-        is_sum = self.local is not None or missing != 1.0
-        bucket = empty(unit.numel, torch.float32 if is_sum else unit.dtype, unit.device)
-        flat = [self.none] * len(unit.params)
-        for index, grad in new.items():
-            grad = grad.detach()
-            flat[index] = grad.contiguous() if unit.is_contiguous else unit.flat(index, grad)
-        reference.unchecked("flatten", unit.device)(flat, bucket, unit.regions)
-        if missing != 1.0:
-            bucket.mul_(missing)
-        self.local = bucket if self.local is None else bucket.add_(self.local)
+        if self.local is None:
+            self.local = empty(unit.numel, unit.dtype, unit.device)
+            flat = [self.none] * len(unit.params)
+            for index, grad in new.items():
+                flat[index] = grad.contiguous() if unit.is_contiguous else unit.flat(index, grad)
+            reference.unchecked("flatten", unit.device)(flat, self.local, unit.regions)
+            if missing != 1.0:
+                self.local = in_fp32(self.local).mul_(missing)
+        else:
+            self.local = in_fp32(self.local)
+            views = unit.views(self.local)
+            for index, grad in new.items():
+                views[index].add_(grad, alpha=missing)
         self.leave([old or index in new for index, old in enumerate(self.present)])
 
     def look(self) -> dict[int, Tensor]:
@@ -96,7 +99,7 @@ class Gradient:
                     "ones: use sparse=False"
                 )
             if grad is not None:
-                new[index] = grad
+                new[index] = grad.detach()
             if mark is not None and index not in self.added:
                 removed.append(index)
         for index in removed:
