@@ -69,8 +69,13 @@ bench-nvme: $(READY) $(VENV)/.peers
 
 # on a machine with a GPU: all that is to be tested and measured there, in less than ten minutes, and a dated report in benchmarks/results/;
 # some of it: make gpu ARGS='--sections floors,7b/zk_stage2'; without a GPU, to see that all parts work: make gpu ARGS='--dry-run --out runs/dry'
-gpu: $(READY)
-	$(BIN)/python benchmarks/gpu.py --nvme $(NVME) $(ARGS)
+# by PYTHON where its torch sees a GPU, and then nothing is installed; else by the environment of the tests
+gpu:
+	if $(PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; then \
+		$(PYTHON) benchmarks/gpu.py --nvme $(NVME) $(ARGS); \
+	else \
+		$(MAKE) $(READY) && $(BIN)/python benchmarks/gpu.py --nvme $(NVME) $(ARGS); \
+	fi
 
 # memory that one large linear layer needs, whole and in tiles (4 GiB of drive)
 bench-tiled: $(READY)
