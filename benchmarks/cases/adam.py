@@ -30,7 +30,7 @@ FP32_STATE, SPLIT, BF16_MOMENTS, EIGHT_BIT = 2 + 12 + 12 + 2, 2 + (2 + 2 + 8) * 
 def by_zk(param: Tensor, grad: Tensor, moments: torch.dtype = torch.float32, split: bool = True, **how: Any) -> Work:
     """Updates of one flat parameter by the CPU kernel."""
     kinds = codec.state_fields(param.dtype, ("exp_avg", "exp_avg_sq"), moments, split)
-    fields = {name: torch.empty_like(param, dtype=dtype) for name, dtype in kinds.items()}
+    fields = {name: torch.zeros_like(param, dtype=dtype) for name, dtype in kinds.items()}
     codec.start({**fields, "param": param}, param.clone())
     steps = (AdamStep.of(OPTIONS, True, count) for count in itertools.count(1))
     return lambda: adam_(param, grad, fields["master"], fields["exp_avg"], fields["exp_avg_sq"], next(steps), **how)
