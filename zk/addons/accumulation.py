@@ -1,8 +1,8 @@
 """``optimizer.accumulate(batches, loss_fn)``: micro-batches, block by block.
 
-All micro-batches pass a block before any passes the next one, in forward and in backward: in a step
-a block is gathered twice, and its gradient reduced once. The bits are those of the usual loop, all
-but its last pass within no_sync(), with a checkpoint around each block.
+All micro-batches pass a block before any passes the next, in forward and backward: a step gathers a
+block twice, and reduces its gradient once. The bits are those of the usual loop, all but its last
+pass within no_sync(), with a checkpoint around each block.
 
 Forward and backward of a micro-batch run in a lane: a thread that stops where a block is called, by
 the model or by a checkpoint that computes it again. One lane runs at a time, and each has random
@@ -55,8 +55,7 @@ def accumulate(
             runs in a thread of its own for each batch, one at a time.
         keep_activations: where inputs of blocks wait for backward, "device" or "host".
 
-    Returns the losses, detached, in the order of ``batches``. Raises RuntimeError for what it cannot
-    follow (docs/guides/overlap.md); after any error all gradients are dropped.
+    Returns the losses, detached. RuntimeError for what it cannot follow; errors drop all gradients.
     """
     with optimizer._layout.comm.together("accumulate()"):
         batches = list(batches)
@@ -112,6 +111,7 @@ class Accumulation:
 
     def __init__(self, optimizer: ZeroOptimizer, loss_fn: Loss, is_host: bool) -> None:
         self.optimizer, self.runtime, self.loss_fn = optimizer, optimizer._runtime, loss_fn
+        model = optimizer.model
         self.reducer, device = optimizer._layout.reducer, optimizer._layout.device
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.autocast = [
@@ -119,14 +119,16 @@ class Accumulation:
             for kind in {"cpu", device.type}
         ]
         self.generators = [torch.default_generator, *torch.cuda.default_generators]
-        self.keeping = offload_activations(optimizer.model) if is_host else contextlib.nullcontext()
+        self.keeping = offload_activations(model) if is_host else contextlib.nullcontext()
         self.lanes, self.losses = list[Lane](), list[Tensor]()
-        stores, modules = self.runtime.stores, [*optimizer.model.modules()]
-        used = {store.unit.module for store in stores} - {optimizer.model}
+        stores, modules = self.runtime.stores, [*model.modules()]
+        used = {store.unit.module for store in stores} - {model}
         within = {part for one in used for part in one.modules() if part is not one}
-        named = optimizer.model.named_modules()
-        self.names = {module: name for name, module in named if module in used - within}
-        self.stores = {b: [s for s in stores if s.unit.module in {*b.modules()}] for b in self.names}
+        self.names = {m: name for name, m in model.named_modules() if m in used - within}
+        self.stores = {
+            b: [s for parts in [{*b.modules()}] for s in stores if s.unit.module in parts]
+            for b in self.names
+        }
         self.spaces = [space for m in modules for space in (vars(m), m._buffers)]
         owners = [r for r in RUNTIMES if not {*r.model.modules()}.isdisjoint(modules)]
         refuse(len(owners) > 1, "two ZeroOptimizers train the model")

@@ -66,7 +66,7 @@ class Experts(Addon):
                 runtime.handles[None] += hooks_around(block, self.enter, self.leave)
 
     def use(self, store: UnitStore) -> None:
-        """What Runtime does before a unit is used."""
+        """Stand in for ``Runtime.use``: gather a unit before it is used."""
         if store.unit.module not in self.experts:
             self.plain(store)
         elif not self.is_shared:

@@ -1,4 +1,4 @@
-"""What was handed over to a ZeroOptimizer, as its user still meets it until it is closed.
+"""Models and optimizers that a ZeroOptimizer has, as users still meet them until it is closed.
 
     the user's optimizers   refuse to step, and to give or take states
     optimizer.state         is empty, and says where states are

@@ -5,16 +5,14 @@
 
 Every optimizer has it; it acts where these are given, or parameters are DTensors over a mesh of one
 dimension. These are trained as local tensors: those with Shard are parts, all other parameters
-replicated. Modules still read DTensors; what autograd saves of these stays in memory from forward to
-backward, at stage 3 too.
+replicated. Modules still read DTensors; what autograd saves of these stays until backward.
 
 The norm for clipping and the overflow of the loss scale are over all parts, and count replicated
 parameters once. The framework sees to it that these begin alike and get the same gradient on all
 parts: step() compares its norms. Each part has its own ``part-I-of-N`` in a checkpoint's folder.
 
 Uses of the core: the seams ``check``, ``comm``, ``kind``, ``totals``, ``attach``, ``closed``; Comm,
-UsedParameters, ``Layout.sharers``, ``Gradient.sum_of_squares``; it wraps ``save_checkpoint`` and
-``load_checkpoint``.
+UsedParameters, ``Layout.sharers``, ``Gradient.sum_of_squares``; it wraps what saves and loads.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from zk.parallel.runtime import UsedParameters
 
 
 def given(value: Any) -> Addon:
-    """What the two options make: nothing more, as Parts reads them in the config."""
+    """An add-on without a seam for either option, as Parts reads both in the config."""
     return Addon()
 
 
