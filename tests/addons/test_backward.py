@@ -279,6 +279,24 @@ def test_numbers_that_follow_from_rates_are_those_of_updates_in_step(program: St
     assert differing(program, kind=kind, dtype="fp32")[0] == []
 
 
+class Clamped(torch.optim.Optimizer):
+    """Its step() changes gradients: once more changes nothing, so that a trial does not see it, but a clipped one is another."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in [param for param in group["params"] if param.grad is not None]:
+                param.sub_(param.grad.clamp_(-1e-3, 1e-3), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("program", [early, clip_first])
+def test_a_step_that_changes_gradients_changes_copies(program: Stepwise) -> None:
+    assert differing(program, kind=Clamped, elementwise=True, dtype="fp32")[0] == []
+
+
 @pytest.mark.device
 @pytest.mark.parametrize("program", [scale_gradients, add_gradients, begin_anew, write_parameters, change_states, load_states, never_step, infinite])
 @pytest.mark.parametrize("name", ["2 host", "3 nvme"])

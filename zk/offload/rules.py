@@ -143,7 +143,7 @@ class StepRule(Rule):
     ) -> None:
         master = codec.read(fields, "master")
         param = nn.Parameter(master)
-        param.grad = grad.float() * scale if scale != 1.0 else grad.float()
+        param.grad = grad.float() * scale  # a copy, as step() may change it
         state: dict[str, Any] = {}
         if step > 1 or self.first:
             state = {name: fields[name] for name in self.names} | self.numbers(group, step - 1)
