@@ -360,7 +360,7 @@ def test_a_tensor_in_an_object_has_its_gradient(stage: int) -> None:
 
 
 REFUSED: list[tuple[str, Any, Any]] = [
-    ("a checkpoint is around 'blocks.1' and others", Wide, squares),
+    ("a checkpoint is around 'blocks.1' and more", Wide, squares),
     (r"sets \['mask'\]", Sets, squares),
     ("writes into its arguments", lambda: Of(Writes, lambda block, x: block(x, Cache())), squares),
     ("writes into its arguments", lambda: Of(lambda *_: nn.BatchNorm1d(8)), squares),

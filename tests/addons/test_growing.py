@@ -99,6 +99,27 @@ def test_checkpoints_of_before_and_after(stage: int, tmp_path: Path) -> None:
     assert not model._forward_pre_hooks and not optimizer._inners[0]._optimizer_step_pre_hooks
 
 
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_accumulate_trains_what_was_unfrozen_before_it(tier: str, tmp_path: Path) -> None:
+    """Parameters of the model itself too, which are held from its beginning to its end."""
+    found = []
+    for accumulates in (False, True):
+        model, optimizer = wrapped(param_tier=tier, optimizer_tier=tier, nvme_path=tmp_path if tier == "nvme" else None)
+        for step in range(4):
+            model.tokens.requires_grad_(step != 0)
+            batches = [batch(2 * step), batch(2 * step + 1)]
+            if accumulates:
+                optimizer.accumulate(batches, loss_of)
+            for one in () if accumulates else batches:
+                with optimizer.no_sync() if one is batches[0] else nullcontext():
+                    optimizer.backward(loss_of(model, one))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(values(model))
+        optimizer.close()
+    assert all(map(torch.equal, *found))
+
+
 def apart(stage: int) -> list[Tensor]:
     """Ranks that unfreeze different things; one that has no forward in the first step after it."""
     model, optimizer = wrapped(stage=stage)

@@ -85,3 +85,22 @@ def test_pairs_over_ranks() -> None:
     cases = [({*pair}, 3, "host") for pair in PAIRS if {"announce", "parked", "experts"} & {*pair} and "bf16" not in pair]
     table = run_world(2, differs, cases)
     assert {str(case): rows for case, rows in zip(cases, table, strict=True) if any(rows)} == {}
+
+
+def uneven(options: dict[str, Any]) -> list[Tensor]:
+    """A rank has one micro-batch more than the other."""
+    torch.manual_seed(0)
+    model = Mixture()
+    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=3, **options)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(2):
+        optimizer.accumulate([torch.randn(24, WIDTH) for _ in range(2 + dist.get_rank())], lambda model, x: model(x) / 3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return states_of(optimizer)
+
+
+def test_ranks_with_experts_may_accumulate_over_other_numbers_of_micro_batches() -> None:
+    plain, experts = run_world(2, uneven, [{}, {"experts": True}], timeout=60)
+    for pair in zip(plain, experts, strict=True):
+        assert all(map(torch.equal, *pair))

@@ -57,6 +57,8 @@ def accumulate(
 
     Returns the losses, detached. RuntimeError for what it cannot follow; errors drop all gradients.
     """
+    for one in optimizer._seams.addons:  # units that grow do so before they are held
+        getattr(one, "grow", bool)()
     with optimizer._layout.comm.together("accumulate()"):
         batches = list(batches)
         require(batches, "accumulate() was given no batches; give it those of one step")
@@ -155,7 +157,7 @@ class Accumulation:
             for block in self.names:
                 stack.callback(vars(block).update, _compiled_call_impl=block._compiled_call_impl)
                 vars(block)["_compiled_call_impl"] = partial(self.called, block)
-            self.before = [dict(space) for space in self.spaces]
+            self.before = [*map(dict, self.spaces)]
             stack.callback(self.stop)
             for batch, seed in zip(batches, seeds, strict=True):
                 for generator in self.generators:
@@ -175,8 +177,7 @@ class Accumulation:
             is_one = all((lane.block, lane.is_back) == (block, is_back) for lane in self.lanes)
             refuse(not is_one, f"micro-batches take different ways, to blocks {ways}")
             if is_back:
-                words = f"a checkpoint is around {self.names[block]!r} and others"
-                refuse(block not in order, words)
+                refuse(block not in order, f"a checkpoint is around {self.names[block]!r} and more")
                 while order.pop() is not block:
                     pass  # no gradient goes through that one
             order += [block] * (not is_back)
@@ -196,8 +197,7 @@ class Accumulation:
     def compare_attributes(self) -> None:
         """Refuse what forward has set in modules, but for flags: other lanes see it."""
         for space, old in zip(self.spaces, self.before, strict=True):
-            changed = [n for n in space | old if space.get(n) is not old.get(n)]
-            names = [name for name in changed if space.get(name) is not True]
+            names = [n for n in space | old if old.get(n) is not space.get(n) is not True]
             refuse(names, f"forward sets {names} of a module, which all micro-batches would see")
 
     def switch(self, lane: Lane, ends: bool = False) -> None:
@@ -231,10 +231,10 @@ class Accumulation:
         """In a lane: what threads have of their own is as outside, also in backward."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.cuda.stream(self.stream))
-            for kind, dtype, is_on in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype, is_on))
+            for each in self.autocast:
+                stack.enter_context(torch.autocast(*each))
             loss = self.loss_fn(self.optimizer.model, batch)
-            is_loss = isinstance(loss, Tensor) and loss.shape == () and loss.requires_grad
+            is_loss = isinstance(loss, Tensor) and not loss.ndim and loss.requires_grad
             refuse(not is_loss, "loss_fn must return a scalar tensor that has a graph")
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             lane.is_back = True
@@ -286,6 +286,6 @@ def contents(value: Any, depth: int = 5) -> list[tuple[int, int]]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             found.append((id(leaf), leaf._version))
-        elif depth and not isinstance(leaf, (nn.Module, type)):
+        elif depth and not isinstance(leaf, nn.Module | type):
             found += contents(getattr(leaf, "__dict__", {}), depth - 1)
     return found

@@ -10,7 +10,7 @@ prefetched, as the router decides. At stage 3 over several ranks all gather the 
     checkpoint  the block finds its experts; with use_reentrant=True ranks ask as in forward
 
 Uses of the core: the seams ``blocks``, ``attach``; ``Comm.rows``; ``Runtime.use``, ``gather``,
-``gathered``, ``release``, ``end_of_backward``, ``handles``; ``Reducer.before_gather``.
+``gathered``, ``release``, ``end_of_backward``, ``handles``; its stores; ``Reducer.before_gather``.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ NONE = -1  # the number of no unit
 class Experts(Addon):
     def __init__(self, value: bool) -> None:
         require(value is True, f"experts must be True or False; got {value!r}")
-        # of the blocks with experts; and the experts
-        self.around, self.experts = list[nn.Module](), set[nn.Module]()
+        self.around, self.experts = list[nn.Module](), set[nn.Module]()  # blocks; experts
         self.depth = 0  # of calls of these blocks
         self.open: list[UnitStore] = []  # experts that ranks have gathered together
 
@@ -46,7 +45,7 @@ class Experts(Addon):
             inner = {f"{name}.{key}": expert for key, expert in blocks_of(block).items()}
             self.around += [block] * bool(inner)
             found |= inner
-        self.experts = {expert for name, expert in found.items() if name not in blocks}
+            self.experts |= {*inner.values()}
         return found
 
     def attach(self, optimizer: ZeroOptimizer) -> None:
@@ -80,14 +79,14 @@ class Experts(Addon):
             )
             self.meet(self.runtime.stores.index(store))
 
-    def meet(self, wanted: int) -> bool:
+    def meet(self, wanted: int) -> Any:
         """Gather what any rank wants; tell if there is something."""
         if in_backward():  # all ranks reduce the same before it
             self.runtime.reducer.before_gather(None)
         found = {int(number) for (number,) in self.ranks.rows("experts", [wanted])} - {NONE}
         for number in sorted(found):
             self.gather(self.runtime.stores[number])
-        return bool(found)
+        return found
 
     def gather(self, store: UnitStore) -> None:
         """Gather an expert, which stays until ``free``, whatever this rank uses meanwhile."""
@@ -112,7 +111,8 @@ class Experts(Addon):
         self.depth -= 1
         if self.depth:  # within another block
             return
-        while self.meet(NONE):
+        store_of = self.runtime.store_of  # within accumulate() all is held, and nobody asks
+        while any(store_of[p].full is None for p in block.parameters()) and self.meet(NONE):
             pass
         used = self.open
         self.free()
