@@ -25,16 +25,12 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 BLOCK = 2048
 
 
-def grid(kernel: Any, programs: int | Callable[[Any], tuple[int, ...]]) -> Callable[..., None]:
-    """The launcher of ``kernel`` over ``programs``, or what a function of its configuration says.
-
-    Triton launches on the current device, wherever arguments are: the first one's is made current.
-    """
-    launcher = kernel[programs if callable(programs) else (programs,)]
+def grid(kernel: Any, programs: int) -> Callable[..., None]:
+    """The launcher of ``kernel`` over ``programs``, on the device of its first argument."""
 
     def launch(first: Tensor, *args: Any, **options: Any) -> None:
         with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
-            launcher(first, *args, **options)
+            kernel[(programs,)](first, *args, **options)
 
     return launch
 

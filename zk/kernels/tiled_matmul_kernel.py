@@ -12,9 +12,6 @@ Source: memory-centric tiling, ZeRO-Infinity, arXiv 2104.07857, section 5.1.3.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,11 +19,12 @@ from torch import Tensor
 
 from zk.kernels.numerics import INTERPRETED, grid, readable, rounded
 
-# (BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages). No split over K: all sum in the same order, so
-# the fastest on a machine has the results of the others. For large tiles (128 x 256 would spill
-# registers), few rows, and small ones. Interpreted, small matrices have several blocks.
-_ON_GPU = (128, 128, 64, 8, 3), (64, 128, 64, 4, 4), (64, 64, 64, 8, 3)
-CONFIGS = ((16, 32, 16, 4, 1),) if INTERPRETED else _ON_GPU
+# (BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages), for outputs of FULL elements, whose large tiles
+# keep a GPU busy, and for smaller ones. No split over K: all sum in the same order, and have the
+# same results. 128 x 256 would spill registers. Interpreted, small matrices have several blocks.
+FULL = 100 * 128 * 128
+_ON_GPU = (128, 128, 64, 8, 3), (64, 64, 64, 8, 3)
+CONFIGS = ((16, 32, 16, 4, 1),) * 2 if INTERPRETED else _ON_GPU
 
 
 @triton.jit
@@ -75,27 +73,16 @@ def _matmul_kernel(
     tl.store(out + m_out * stride_om + n_out * stride_on, y, mask=inside)
 
 
-@functools.cache
-def _tuned() -> Any:
-    """The kernel with its configurations; each shape takes the fastest, found the first time."""
-    configs = [
-        triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": 8}, warps, stages)
-        for m, n, k, warps, stages in CONFIGS
-    ]
-    even = triton.heuristics({"EVEN_K": lambda args: args["K"] % args["BLOCK_K"] == 0})
-    # trial runs write to out: what it holds is put back where it is also an input
-    tune = triton.autotune(configs, key=["M", "N", "K"], restore_value=["out"])
-    return tune(even(_matmul_kernel))
-
-
 def launch(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: Tensor | None) -> None:
-    """``tiled_matmul`` by the kernel, without checks."""
+    """``tiled_matmul`` by the kernel, without checks. Only the shape decides how."""
     (m, k), n = a.shape, b.shape[1]
+    rows, columns, depth, warps, stages = CONFIGS[m * n < FULL]
     if not m * n:
         return
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
     given = a, b, out, a if plus is None else plus
     strides = [stride for matrix in given for stride in matrix.stride()]
-    cdiv = triton.cdiv
-    run = grid(_tuned(), lambda at: (cdiv(m, at["BLOCK_M"]) * cdiv(n, at["BLOCK_N"]),))
-    run(a, b, out, plus, bias, m, n, k, *strides, PRECISION=precision)
+    blocks = {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": depth, "GROUP_M": 8}
+    options = {"EVEN_K": k % depth == 0, "num_warps": warps, "num_stages": stages}
+    run = grid(_matmul_kernel, triton.cdiv(m, rows) * triton.cdiv(n, columns))
+    run(a, b, out, plus, bias, m, n, k, *strides, PRECISION=precision, **blocks, **options)
