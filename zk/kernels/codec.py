@@ -16,6 +16,7 @@ that, to within its precision. No master is rounded up to zero, so such a zero w
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -123,3 +124,19 @@ def write(fields: Fields, values: Fields, mix: Tensor | None = None) -> None:
 def _copy(field: Tensor, values: Tensor) -> None:
     if field.data_ptr() != values.data_ptr():
         field.copy_(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """What is kept for each element of a unit beside its parameter, and how values become it."""
+
+    fields: Mapping[str, torch.dtype]  # what rests on the optimizer's tier
+    start, read, write = staticmethod(start), staticmethod(read), staticmethod(write)
+
+    def pre_gather(self, shard: Tensor) -> Tensor:
+        """What ranks send each other of a parameter's ``shard`` (n,)."""
+        return shard
+
+    def post_gather(self, full: Tensor) -> Tensor:
+        """The full parameters (numel,) of what has been gathered."""
+        return full

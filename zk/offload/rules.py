@@ -11,16 +11,16 @@ it), and the optimizer's own ("exp_avg", "momentum_buffer", ...). A group is one
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zk.kernels import codec
+from zk.kernels.codec import Codec as Codec
+from zk.kernels.codec import state_fields
 from zk.kernels.reference import AdamStep
 from zk.offload import cpu_adam
 from zk.unit import Unit
@@ -29,29 +29,6 @@ Group = dict[str, Any]
 KEPT = 64  # steps from one whose numbers are kept to the next
 PLAIN = {"foreach": False, "fused": None, "capturable": False}  # other ways to compute the same
 Fields = dict[str, Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class Codec:
-    """What is kept for each element of a unit beside its parameter, and how values become it."""
-
-    fields: Mapping[str, torch.dtype]
-    """Name -> dtype of what rests on the optimizer's tier."""
-
-    start = staticmethod(codec.start)
-    """(fields, masters): set fields, which are zero, to ``masters`` (n,) in any precision."""
-    read = staticmethod(codec.read)
-    """(fields, name): the "master" (n,) in fp32, or another field."""
-    write = staticmethod(codec.write)
-    """(fields, values): overwrite the master and the parameter with it, or other fields."""
-
-    def pre_gather(self, shard: Tensor) -> Tensor:
-        """What ranks send each other of a parameter's ``shard`` (n,)."""
-        return shard
-
-    def post_gather(self, full: Tensor) -> Tensor:
-        """The full parameters (numel,) of what has been gathered."""
-        return full
 
 
 class Rule:
@@ -69,7 +46,7 @@ class Rule:
 
     def codec(self, dtype: torch.dtype) -> Codec:
         """How ``dtype`` parameters and their states are kept."""
-        return Codec(codec.state_fields(dtype, self.names, torch.float32, self.splits_masters))
+        return Codec(state_fields(dtype, self.names, torch.float32, self.splits_masters))
 
     def update(
         self, codec: Codec, fields: Fields, grad: Tensor, group: Group, step: int, scale: float
@@ -97,8 +74,6 @@ class AdamRule(Rule):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner)
         self.decoupled = isinstance(inner, torch.optim.AdamW)  # where groups do not say it
-        # scalars of a step, which most runs share; with a group, that no other has its id
-        self.made: dict[Any, tuple[AdamStep, Group]] = {}
 
     def check(self, group: Group) -> None:
         if group.get("amsgrad"):
@@ -110,11 +85,7 @@ class AdamRule(Rule):
     def update(
         self, codec: Codec, fields: Fields, grad: Tensor, group: Group, step: int, scale: float
     ) -> None:
-        key = id(group), step, scale
-        if key not in self.made:
-            self.made = {} if len(self.made) > 64 else self.made
-            self.made[key] = AdamStep.of(group, self.decoupled, step, scale), group
-        scalars, _ = self.made[key]
+        scalars = AdamStep.of(group, self.decoupled, step, scale)
         moments = fields["exp_avg"], fields["exp_avg_sq"]
         given = fields["param"], grad, fields.get("master"), *moments
         threads = self.num_threads or cpu_adam.default_threads()
