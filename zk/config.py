@@ -204,7 +204,8 @@ class ZeroConfig:
     process_group: ProcessGroup | None = None
     """The ranks that train together; None: the default group, or one process without one."""
     units: Sequence[str | type[nn.Module]] | None = None
-    """Modules that travel as one unit, by name or class; None: entries of ModuleLists."""
+    """Modules that travel as one unit, by name or class; None: entries of ModuleLists. Large ones
+    outside of them (zk.unit.LARGE) always do, if no other module shares their parameters."""
     addons: Sequence[Addon] = ()
     """Add-ons of your own (docs/guides/addons.md)."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)

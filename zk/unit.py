@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zk.logs import require
 
 ALIGN = 16  # elements: every parameter starts on a cache line
+LARGE = 1 << 24  # elements: a module outside of blocks that has so many is one, as an embedding
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -61,6 +62,16 @@ class Unit:
             value = value.new_empty_strided(shape, stride).copy_(value)
         return value.as_strided((self.sizes[index],), (1,), value.storage_offset())
 
+    def check(self, index: int) -> None:
+        """RuntimeError for a parameter that is not what and where it was."""
+        param = self.params[index]
+        if (param.shape, param.dtype, param.device) != (self.shapes[index], self.dtype, self.device):
+            raise RuntimeError(
+                f"parameter {self.names[index]!r} was moved or converted after ZeroOptimizer took it: "
+                f"it is {param.dtype} on {param.device}, {tuple(param.shape)}; convert the model "
+                "before, or use dtype= and device= of ZeroOptimizer"
+            )
+
     def within(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
         """Parameters with elements in the buffer's [start, stop).
 
@@ -82,10 +93,14 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """The outermost entries of ModuleLists, by name."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        is_inside = any(f"{name}.".startswith(f"{block}.") for block in found)
-        if isinstance(module, nn.ModuleList) and not is_inside:
+        if isinstance(module, nn.ModuleList) and not is_inside(name, found):
             found |= {f"{name}.{key}": block for key, block in module.named_children()}
     return found
+
+
+def is_inside(name: str, blocks: Iterable[str]) -> bool:
+    """Tell if the module of that name is one of ``blocks``, or part of one."""
+    return any(f"{name}.".startswith(f"{block}.") for block in blocks)
 
 
 def chosen_blocks(model: nn.Module, units: Sequence[str | type[nn.Module]]) -> dict[str, nn.Module]:
@@ -107,12 +122,14 @@ def find_units(
 ) -> list[Unit]:
     """A unit for each block's parameters of one kind.
 
-    A module with a true ``travels_alone`` is a block wherever it is. Parameters of no block, and
-    those that several blocks share, are the model's own.
+    A module with a true ``travels_alone`` is a block wherever it is, and so is a LARGE one of no
+    block. Other parameters, and those that several blocks share, are the model's own.
     """
     homes: dict[nn.Parameter, str] = {}
     alone = {name: m for name, m in model.named_modules() if getattr(m, "travels_alone", False)}
-    blocks = blocks | alone
+    leaves = ((n, m) for n, m in model.named_modules() if not (m._modules or is_inside(n, blocks)))
+    large = {n: m for n, m in leaves if sum(map(Tensor.numel, m.parameters())) >= LARGE}
+    blocks = blocks | large | alone
     for name, block in blocks.items():  # an inner block comes later, and takes its own
         for param in block.parameters():
             is_inner = param not in homes or name in alone or name.startswith(f"{homes[param]}.")
