@@ -84,7 +84,7 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device, link: Any = None
     except IndexError:
         new = aligned(capacity)
         if link is not None:
-            link.pin(new)
+            link.pin(new.zero_())  # touched by all threads
         buffer = new.numpy()
     lent = buffer[:nbytes].view(Lent)
     lent.buffer, lent.free = buffer, free

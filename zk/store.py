@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from zk.kernels import codec
-from zk.logs import require
 from zk.memory import empty
 from zk.offload.tiers import Chunk, Fields
 from zk.parallel.gradient import Gradient
@@ -28,7 +27,7 @@ from zk.unit import Unit
 if TYPE_CHECKING:
     from zk.optimizer import Layout
 
-CHUNK_NUMEL = 1 << 23  # elements that are fetched, updated and evicted at once
+CHUNK_NUMEL = 1 << 25  # elements that are fetched, updated and evicted at once
 Shown = tuple[Tensor | None, list[Tensor], list[Any]]  # full parameters, views, places of these
 version_of = attrgetter("_version")
 
@@ -99,21 +98,23 @@ class UnitStore:
             sizes = [bound.stop - bound.start for bound in self.bounds]
             grads = tier.chunks({"grad": torch.float32}, sizes)
             self.states = tier.chunks(self.codec.fields, sizes)
-            for chunk in grads:
-                chunk.drop()  # what is put there has memory of its own
             for chunk, bound in zip(self.states, self.bounds, strict=True):
                 param = full[mine][bound]
                 self.codec.start(chunk.open() | {"param": param}, values[mine][bound])
                 chunk.close(changed=True)
         self.grad = Gradient(self, grads)
+        if layout.places[unit].state == "host":  # page-lock what gradients will need, now
+            for chunk, bound in zip(grads, self.bounds, strict=True):
+                chunk.put("grad", full[mine][bound])
+                chunk.open()
         return full
 
     # ---- parameters: fetch -> gather -> release --------------------------------------------------
 
-    def prefetch(self) -> None:
-        """Start to bring the shard to memory."""
-        if self.full is None and self.gathering is None:
-            self.param.fetch()
+    @property
+    def is_away(self) -> bool:
+        """Parameters are released, and not about to come."""
+        return self.full is None and self.gathering is None
 
     def begin_gather(self) -> None:
         """Start the collective that makes released parameters whole."""
@@ -210,13 +211,7 @@ class UnitStore:
             return
         changed, unit = self.changed(), self.unit
         for index in changed:
-            param = unit.params[index]
-            require(
-                param.shape == unit.shapes[index] and param.dtype == unit.dtype,
-                f"{unit.names[index]!r} was moved or converted after its ZeroOptimizer was made: "
-                "change the model first, then make the optimizer (dtype= casts it)",
-                RuntimeError,
-            )
+            unit.check(index)
         # all first: writing one makes all as the shard is
         values = {index: unit.params[index].detach().clone() for index in changed}
         for index, value in values.items():
@@ -258,6 +253,8 @@ class UnitStore:
         """Make full parameters new from every rank's updated shard; at stage 3 a gather does it."""
         self.wait()
         if self.is_updated:
+            if self.gathering is not None:  # what they were before
+                self.release()
             if self.full is not None:
                 self.param.load("param", self.unit.device, self.renew).wait().wait()
             torch.autograd.graph.increment_version(self.unit.params)

@@ -187,15 +187,48 @@ def test_page_locked_memory_is_used_again_and_given_back(monkeypatch: pytest.Mon
     gc.collect()
     memory.trim()
     assert softgpu.pinned_nbytes() == 0
-    optimizer, _ = trained(2, **HOST)
+    optimizer, _ = trained(0, **HOST)  # what gradients need is locked before training
     pinned = softgpu.pinned_nbytes()
     monkeypatch.setattr(memory, "aligned", lambda nbytes: pytest.fail(f"{nbytes} new bytes"))
+    train(optimizer.model, optimizer, 2)
     pageable = softgpu.stats["pageable_copies"]
     train(optimizer.model, optimizer, 2, start=2)
     # the batch and the norm of each step are none of the tiers'
     assert softgpu.pinned_nbytes() == pinned > 0 and softgpu.stats["pageable_copies"] == pageable + 2 * 2
     optimizer.close()
     assert softgpu.pinned_nbytes() == 0
+
+
+STEADY = [
+    {"stage": 2, "optimizer_tier": "host"},
+    {"stage": 3, **HOST},
+    {"stage": 3, **HOST, "overlap_step": True},
+    {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
+]
+
+
+@pytest.mark.parametrize("options", STEADY, ids=lambda options: "-".join(map(str, options.values())))
+def test_from_the_third_step_on_nothing_is_mapped_locked_or_allocated(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two micro-batches a step, of which the first one is reduced to 16 bits, and the sum of both to 32."""
+    torch.manual_seed(0)
+    model = GPT().to(DEVICE)
+    folder = {"nvme_path": tmp_path} if "nvme" in options.values() else {}
+    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), dtype="bf16", **options, **folder)
+
+    def steps(first: int, stop: int) -> tuple[int, int]:
+        torch.cuda.reset_peak_memory_stats()
+        for seed in range(first, stop):
+            loss_of(model, batch(seed)).backward()
+            train(model, optimizer, 1, start=seed)
+        optimizer.synchronize()
+        return softgpu.pinned_nbytes(), torch.cuda.max_memory_allocated()
+
+    pinned, peak = steps(0, 3)
+    monkeypatch.setattr(memory, "aligned", lambda nbytes: pytest.fail(f"{nbytes} bytes are mapped"))
+    now = steps(3, 6)
+    assert now[0] == pinned and now[1] <= peak
 
 
 def test_a_system_that_does_not_lock_pages_costs_one_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def test_a_missing_mark_is_reported_with_the_line_of_zk() -> None:
 
 
 def test_a_host_that_does_not_wait_is_reported() -> None:
-    link = link_to(torch.device("cuda"))
+    link = link_to(torch.device("cuda:0"))
     near, host = torch.ones(8, device="cuda"), torch.zeros(8)
     offload(link, host, near, [link.mark()])
     assert host.isnan().all(), "the copy is late"
@@ -103,7 +103,7 @@ def test_numbers_give_tensors_without_dimensions_no_other_precision() -> None:
 
 
 def test_what_the_device_follows_is_not_there_for_the_host() -> None:
-    link = link_to(torch.device("cuda"))
+    link = link_to(torch.device("cuda:0"))
     near, host = torch.ones(8, device="cuda"), torch.zeros(8)
     event = offload(link, host, near, [link.mark()])
     link.follow(event)
@@ -114,7 +114,7 @@ def test_what_the_device_follows_is_not_there_for_the_host() -> None:
 
 
 def test_a_source_that_the_host_changes_after_the_device_has_gone_on_is_reported() -> None:
-    link = link_to(torch.device("cuda"))
+    link = link_to(torch.device("cuda:0"))
     near, host = torch.zeros(8, device="cuda"), torch.ones(8)
     event = upload(link, near, host, [link.mark()])
     link.follow(event)
@@ -126,7 +126,7 @@ def test_a_source_that_the_host_changes_after_the_device_has_gone_on_is_reported
 
 @pytest.mark.parametrize("ordered", (False, True))
 def test_copies_of_the_same_host_memory_in_both_directions_need_an_event(ordered: bool) -> None:
-    link = link_to(torch.device("cuda"))
+    link = link_to(torch.device("cuda:0"))
     near, other, host = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda"), torch.zeros(8)
     event = offload(link, host, near, [link.mark()])
     link.follow(upload(link, other, host, [link.mark(), *[event] * ordered]))
@@ -137,7 +137,7 @@ def test_copies_of_the_same_host_memory_in_both_directions_need_an_event(ordered
 
 
 def test_a_copy_that_the_host_waits_for_comes_after_those_that_its_stream_follows() -> None:
-    link = link_to(torch.device("cuda"))
+    link = link_to(torch.device("cuda:0"))
     near, host = torch.ones(8, device="cuda"), torch.zeros(8)
     link.follow(offload(link, host, near, [link.mark()]))
     assert host.cuda().tolist() == [1.0] * 8
@@ -150,7 +150,7 @@ def test_a_copy_that_the_host_waits_for_comes_after_those_that_its_stream_follow
 
 
 def test_host_memory_holds_no_copy_while_a_later_one_is_to_be_written_there() -> None:
-    link = link_to(torch.device("cuda"))
+    link = link_to(torch.device("cuda:0"))
     host = torch.zeros(8)
     first, second = (offload(link, host, torch.full((8,), value, device="cuda"), [link.mark()]) for value in (1.0, 2.0))
     first.wait()
@@ -160,7 +160,7 @@ def test_host_memory_holds_no_copy_while_a_later_one_is_to_be_written_there() ->
 
 
 def test_an_offload_that_comes_after_less_than_what_compute_wrote_is_reported() -> None:
-    link = link_to(torch.device("cuda"))
+    link = link_to(torch.device("cuda:0"))
     near, host = torch.ones(8, device="cuda"), torch.zeros(8)
     mark = link.mark()
     near.add_(1)
@@ -173,7 +173,7 @@ def test_an_offload_that_comes_after_less_than_what_compute_wrote_is_reported() 
 
 @pytest.mark.parametrize("direction", ("down", "up"))
 def test_device_memory_that_compute_writes_under_a_copy_is_reported(direction: str) -> None:
-    link = link_to(torch.device("cuda"))
+    link = link_to(torch.device("cuda:0"))
     near, host = torch.ones(8, device="cuda"), torch.zeros(8)
     copy = (lambda: offload(link, host, near, [link.mark()])) if direction == "down" else (lambda: upload(link, near, host, [link.mark()]))
     copy()
@@ -185,7 +185,7 @@ def test_device_memory_that_compute_writes_under_a_copy_is_reported(direction: s
 
 
 def test_only_the_bytes_of_a_copy_are_its_own() -> None:
-    link = link_to(torch.device("cuda"))
+    link = link_to(torch.device("cuda:0"))
     near, mark = torch.empty(8, device="cuda"), link.mark()
     upload(link, near[:4], torch.ones(4), [mark])
     near[4:].zero_()
@@ -213,7 +213,7 @@ def test_a_kernel_that_leaves_its_tensors_is_reported() -> None:
 
 
 def test_memory_that_is_freed_under_a_copy_is_reported() -> None:
-    link = link_to(torch.device("cuda"))
+    link = link_to(torch.device("cuda:0"))
     near = torch.zeros(1024, device="cuda")
     with mock.patch.object(link, "in_flight", {1: FakeDeque(), 2: FakeDeque()}):  # the link does not keep the tensors of its copies
         upload(link, near, torch.ones(1024), [link.mark()])
@@ -242,7 +242,7 @@ def test_another_device_is_reported_with_the_line_of_zk() -> None:
 
 
 def test_locking_pages_twice_is_reported_with_the_line_of_zk() -> None:
-    link = link_to(torch.device("cuda"))
+    link = link_to(torch.device("cuda:0"))
     memory = torch.ones(1 << 12)
     link.pin(memory)
     link.pin(memory)
@@ -253,7 +253,7 @@ def test_locking_pages_twice_is_reported_with_the_line_of_zk() -> None:
 
 
 def test_unlocking_what_is_not_locked_or_is_being_copied_is_reported() -> None:
-    link = link_to(torch.device("cuda"))
+    link = link_to(torch.device("cuda:0"))
     memory = torch.ones(1 << 12)
     with pytest.raises(Exception, match="NotRegistered"):
         link.runtime.hostUnregister(memory.data_ptr())

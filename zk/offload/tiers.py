@@ -53,8 +53,6 @@ class Chunk:
 
     def open(self, part: slice = ALL) -> Fields:
         """The elements ``part`` of the fields, to be read and changed until ``close``."""
-        if part in (ALL, slice(0, self.numel)):
-            return self.fields
         return {name: field[part] for name, field in self.fields.items()}
 
     def close(self, changed: bool, part: slice = ALL) -> None:
@@ -146,7 +144,7 @@ def overlap(one: slice, other: slice, numel: int) -> bool:
 class Tier:
     """A place where chunks rest; this one is memory: a device's, or the host's beside it."""
 
-    chunk_numel = 1 << 23
+    chunk_numel = 1 << 25
     """The most elements of optimizer states that one of its chunks should have."""
 
     def __init__(self, device: torch.device, kind: type[Chunk]) -> None:
@@ -349,7 +347,5 @@ one_link = functools.cache(CudaLink)  # of a device, so that all who use it shar
 
 
 def link_to(device: torch.device) -> CudaLink | None:
-    """The link to ``device``; None where its memory is the host's, and nothing is copied."""
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    """The link to ``device``, with its index; None where its memory is the host's."""
     return one_link(device) if device.type == "cuda" else None
