@@ -111,7 +111,7 @@ class Addon:
         """Chunk ``number`` of a unit's states is about to be changed, perhaps by another thread."""
 
     def updated(self, store: UnitStore) -> None:
-        """A unit has been updated, perhaps by another thread; full parameters are still old."""
+        """A unit has been updated, perhaps by another thread, and then full parameters are old."""
 
     def synchronized(self) -> None:
         """The user waits for all that is in flight: return when nothing of this add-on is."""
@@ -123,7 +123,7 @@ class Addon:
 NAMES = [name for name in vars(Addon) if not name.startswith("_")]
 
 
-class Seams:
+class Seams(types.SimpleNamespace):
     """The add-ons of one optimizer: for each method a tuple of those that override it.
 
     A method that nobody overrides is an empty tuple: calling it costs a loop over nothing.
@@ -140,9 +140,6 @@ class Seams:
             neutral = getattr(Addon, name)
             own = [addon for addon in self.addons if getattr(type(addon), name) is not neutral]
             setattr(self, name, tuple(getattr(addon, name) for addon in own))
-
-    def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
-        raise AttributeError(f"the core has no seam {name!r}")
 
     def chain(self, name: str, *given: Any) -> Any:
         """Pass the last of ``given`` through all add-ons; the others are told to each."""
@@ -197,5 +194,5 @@ def make(options: dict[str, Any]) -> list[Addon]:
     TypeError for an option without its file.
     """
     always = [found(name, ALWAYS, ImportError)() for name in ALWAYS]
-    asked = [(name, value) for name, value in options.items() if value is not None]
-    return always + [found(name, OPTIONS, TypeError)(v) for name, v in asked if v is not False]
+    asked = ((n, v) for n, v in options.items() if v is not None and v is not False)
+    return always + [found(name, OPTIONS, TypeError)(value) for name, value in asked]

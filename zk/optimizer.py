@@ -23,6 +23,7 @@ from zk.offload.drive import Drive
 from zk.offload.rules import RULES, Codec, Rule, rule_for
 from zk.offload.tiers import Tier, memory_tiers
 from zk.parallel.comm import Comm, connect
+from zk.parallel.gradient import squares_of
 from zk.parallel.reducer import LossScaler, Reducer
 from zk.parallel.runtime import RUNTIMES, Runtime
 from zk.placement import Place, Size, choose, on_drive, place_buffers
@@ -151,8 +152,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.norm, self.skipped_steps, self.num_steps = 0.0, 0, 0
         self._torn = ""  # why states are not of one step
         self._trained: list[UnitStore] = []
-        self._runtime = Runtime(model, layout, config.prefetch)
-        self._runtime.owner = weakref.ref(self)
+        self._runtime = Runtime(model, layout, weakref.ref(self))
         self._scaler = layout.reducer.scaler = LossScaler(config.loss_scale, trained)
         self._adopt(units)
         self._take_over()
@@ -175,6 +175,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.close(gather=is_told or layout.comm.size == 1)
             raise
         self._trained = [store for store in runtime.stores if store.unit.is_trained]
+        for store in self._trained:
+            store.grad.drop()
         runtime.attach_model(self.config.dtype)
 
     def _take_over(self) -> None:
@@ -235,6 +237,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError(self._torn)
         for before_step in self._seams.before_step:
             before_step()
+        self._runtime.kept = None
+        self._runtime.release_all()
         for store in self._runtime.stores:
             store.absorb()
             store.publish()
@@ -250,8 +254,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not any(store.grad.is_taken for store in self._trained):
             words = "step() found no gradient: call backward() before it, and zero_grad() after it"
             raise NoGradient(words)
-        squares = floats_of([store.grad.sum_of_squares() for store in self._trained])
-        sums = self._layout.sharers.total("norm", [sum(squares)])
+        squares = squares_of(store.grad for store in self._trained)
+        sums = self._layout.sharers.total("norm", [squares])
         return math.sqrt(sum(self._seams.chain("totals", sums)))
 
     def _update(self, scale: float) -> None:
@@ -264,7 +268,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for rule in self._layout.made.values():
             for group in rule.inner.param_groups:
                 rule.check(group)
-        own = self._seams.first("updater") or self._update_now
+        own = self._seams.first("updater") or self._update_units
         run = self._seams.chain("around_update", own)
         self.num_steps += 1
         used = [store for store in self._trained if store.grad.is_taken]
@@ -273,13 +277,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # back and forth: buffers of the drive have what was last
         run(used if self.num_steps % 2 else used[::-1], step)
 
-    def _update_now(self, stores: list[UnitStore], step: Step) -> None:
-        self._update_units(stores, step)
-        for store in stores:
-            store.publish()
-
     def _update_units(self, stores: list[UnitStore], step: Step) -> None:
-        """fetch ahead -> update -> evict, chunk by chunk."""
+        """fetch ahead -> update -> evict, chunk by chunk; publish each unit."""
         jobs = [(store, number) for store in stores for number in range(len(store.bounds))]
         try:
             for position, (store, number) in enumerate(jobs):
@@ -289,7 +288,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 store.update(number, step)
                 if number == len(store.bounds) - 1:
                     store.updated()
-                    for updated in self._seams.updated:
+                    for updated in (self._runtime.on_updated, *self._seams.updated):
                         updated(store)
         except BaseException as error:  # states are not used before others are loaded
             self._torn = self._runtime.broken = (
@@ -458,10 +457,3 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
     """
     is_clipped = max_norm is not None and math.isfinite(norm)
     return min(1.0, max_norm / (norm + 1e-6)) if is_clipped else 1.0  # type: ignore[operator]
-
-
-def floats_of(tensors: list[Tensor | float]) -> Iterator[float]:
-    """Numbers, of which some may be on a GPU: one read for all of these."""
-    far = [value for value in tensors if isinstance(value, Tensor)]
-    found = iter(torch.stack(far).tolist() if far else ())
-    return (next(found) if isinstance(value, Tensor) else value for value in tensors)

@@ -117,7 +117,7 @@ class Backward(Addon):
             vars(store)["update"] = partial(self.take, store)
             vars(store)["fetch"] = lambda _, param=store.param: param.fetch()
         try:
-            self.optimizer._update_now(stores, step)
+            self.optimizer._update_units(stores, step)
         finally:
             for store in right:
                 del vars(store)["update"], vars(store)["fetch"]

@@ -12,7 +12,7 @@ parameters once. The framework sees to it that these begin alike and get the sam
 parts: step() compares its norms. Each part has its own ``part-I-of-N`` in a checkpoint's folder.
 
 Uses of the core: the seams ``check``, ``comm``, ``kind``, ``totals``, ``attach``, ``closed``; Comm,
-UsedParameters, ``Layout.sharers``, ``Gradient.sum_of_squares``; it wraps what saves and loads.
+UsedParameters, ``Layout.sharers``, ``squares_of`` gradients; it wraps what saves and loads.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from torch import nn
 from zk.addon import Addon
 from zk.config import PARSERS, ZeroConfig
 from zk.logs import require
-from zk.optimizer import ZeroOptimizer, floats_of
+from zk.optimizer import ZeroOptimizer
 from zk.parallel.comm import Comm
+from zk.parallel.gradient import squares_of
 from zk.parallel.runtime import UsedParameters
 
 
@@ -98,7 +99,7 @@ class Parts(Addon):
         if self.parts.size == 1:
             return sums
         stores = [s for s in self.optimizer._trained if s.unit.names[0] in self.replicated]
-        mine = sum(floats_of([store.grad.sum_of_squares() for store in stores]))
+        mine = squares_of(store.grad for store in stores)
         own, alike = self.compare(*sums, *self.optimizer._layout.sharers.total("norm", [mine]))
         require(
             not max(alike) - min(alike) > 1e-3 * max(alike),

@@ -52,8 +52,9 @@ def gather(
             for store, _ in places.values():
                 store.take_back()
             raise
-    for store in [store for store in stores if store.full is None]:
-        store.check_unchanged()
+    for store in stores:
+        if store.full is None:
+            store.check_unchanged()
 
 
 def place_of(param: nn.Parameter | None) -> Place | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,20 +149,20 @@ class Gradient:
         threads = self.layout.num_threads
         self.squares[number] = {i: sum_of_squares(part, threads) for i, part in parts.items()}
 
-    def sum_of_squares(self, index: int | None = None) -> Any:
-        """Of one parameter, or of all; a number, or a scalar tensor on a GPU."""
+    def sums(self, index: int | None) -> list[tuple[Any, float]]:
+        """Sums of squares of parts of one parameter, or of all, on a GPU tensors; and a factor."""
         is_alike = index is None and len(set(self.factors)) == 1
         if not is_alike and not self.sums_each:  # from now on
             self.sums_each = True
             for number, chunk in enumerate(self.chunks if self.is_taken else ()):
                 self.sum_squares(number, chunk.open()["grad"])
                 chunk.close(changed=False)
-        return sum(
-            squares * (self.factors[max(i, 0)] / self.scale) ** 2
+        return [
+            (squares, (self.factors[max(i, 0)] / self.scale) ** 2)
             for each in self.squares
             for i, squares in each.items()
             if index in (None, i)
-        )
+        ]
 
     def leave(self, present: list[bool]) -> None:
         """The gradients that are ``present`` have left: put what stands for them in ``param.grad``."""
@@ -215,6 +215,14 @@ class Gradient:
         if self.local is not None:
             first = self.unit.offsets[index]
             yield self.local[first : first + self.unit.sizes[index]], slice(None)
+
+
+def squares_of(gradients: Iterable[Gradient], index: int | None = None) -> Any:
+    """Their sum of squares, or that of one parameter; all that is on a GPU is read at once."""
+    sums = [entry for gradient in gradients for entry in gradient.sums(index)]
+    far = [value for value, _ in sums if isinstance(value, Tensor)]
+    found = iter(torch.stack(far).tolist() if far else ())
+    return sum(by * (next(found) if isinstance(v, Tensor) else v) for v, by in sums)
 
 
 def in_fp32(values: Tensor) -> Tensor:
@@ -336,7 +344,7 @@ class Left(Tensor):
         if gradient.local is not None:
             two_norm: Tensor = torch.linalg.vector_norm(fetched(self))
             return two_norm
-        squares = [float(gradient.sum_of_squares(self.number))]
+        squares = [squares_of([gradient], self.number)]
         norm = math.sqrt(gradient.layout.sharers.total(gradient.unit.name, squares)[0])
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +23,6 @@ from torch.compiler import is_compiling
 from zk.parallel.gradient import Left, in_backward
 from zk.precision import CastInputs
 from zk.store import UnitStore
-from zk.unit import Unit
 
 if TYPE_CHECKING:
     from zk.optimizer import Layout
@@ -34,17 +33,20 @@ RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()  # of all optimizers that
 
 
 class Runtime:
-    def __init__(self, model: nn.Module, layout: Layout, prefetch: int) -> None:
-        self.model, self.prefetch, self.seams = model, prefetch, layout.seams
+    def __init__(self, model: nn.Module, layout: Layout, owner: Callable[[], Any]) -> None:
+        """``owner``: returns the ZeroOptimizer, or None."""
+        self.model, self.owner, self.seams = model, owner, layout.seams
+        self.prefetch = layout.config.prefetch
         self.reducer = layout.reducer
         self.stores: list[UnitStore] = []
         self.store_of: dict[Any, UnitStore] = {}  # by parameter
         self.by_storage: dict[int, UnitStore] = {}  # of full parameters
         self.gathered: dict[UnitStore, None] = {}  # the one used longest ago is first
         self.held = Counter[UnitStore]()  # not to be released: contexts that hold them
-        # traced: (unit, in backward) -> the unit used after it
-        self.following: dict[tuple[UnitStore, bool] | None, UnitStore] = {}
-        self.last: tuple[UnitStore, bool] | None = None
+        # traced: (unit, in backward) -> the unit used after it; None -> the first one
+        self.following: dict[tuple[UnitStore | None, bool], UnitStore] = {}
+        self.last: UnitStore | None = None
+        self.kept: UnitStore | None = None  # from forward to backward, which begins with it
         self.depth, self.thread = 0, 0  # of calls of the model, and who makes them
         self.ending, self.descending = -1, 0  # the backward whose end is awaited, and its thread
         self.makes_graph = False  # that backward was called with create_graph=True
@@ -54,7 +56,6 @@ class Runtime:
         self.around: tuple[Any, Any] = keep, kept  # the hooks around it
         self.broken = ""  # why parameters may not be used
         self.counts = {"gathers": 0, "prefetch_hits": 0}
-        self.owner: Callable[[], Any] = lambda: None  # its ZeroOptimizer
         RUNTIMES.add(self)
 
     # ---- hooks -----------------------------------------------------------------------------------
@@ -134,7 +135,10 @@ class Runtime:
             return
         if not self.depth:
             self.thread = get_ident()
-            check_call(self.model, (store.unit for store in self.stores))
+            self.kept = self.following.get((None, True))
+            check_call(self.model)
+            for store in self.stores:
+                store.unit.check(0)
             self.reducer.begin()
             self.save()
         elif self.partitions and self.thread != get_ident():
@@ -188,13 +192,13 @@ class Runtime:
         """Gather a unit, and start to bring those that followed it last time."""
         backward = in_backward()
         self.gather(store, backward)
-        if self.last != (store, backward):
-            self.following[self.last] = store
-            self.last = store, backward
+        if self.last is not store:
+            self.following[self.last, backward] = store
+            self.last = store
             self.look_ahead(store, backward)
 
     def begin_gather(self, store: UnitStore, backward: bool) -> None:
-        if store.full is None and store.gathering is None:
+        if store.is_away:
             if backward:
                 self.reducer.before_gather(store)
             store.begin_gather()
@@ -215,17 +219,25 @@ class Runtime:
         for used in self.seams.used:
             used(store)
 
+    def on_updated(self, store: UnitStore) -> None:
+        """Publish a unit, but for an update in the background; ask for what forward begins with."""
+        if store.updating is None:
+            store.publish()
+            if self.prefetch and store is self.following.get((None, False)):
+                self.begin_gather(store, False)
+
     def look_ahead(self, store: UnitStore, backward: bool) -> None:
         ahead = [store]
         while len(ahead) <= self.prefetch and (ahead[-1], backward) in self.following:
             ahead.append(self.following[ahead[-1], backward])
         for other in ahead[1:]:
-            other.prefetch()
+            if other.is_away:
+                other.param.fetch()
         for following in ahead[1:2]:
             self.begin_gather(following, backward)
 
     def release(self, store: UnitStore) -> None:
-        if not self.partitions or self.held.get(store) or store not in self.gathered:
+        if store is self.kept or self.held.get(store) or store not in self.gathered:
             return
         del self.gathered[store]
         self.by_storage.pop(storage_of(store.full), None)
@@ -234,8 +246,9 @@ class Runtime:
     def release_all(self) -> None:
         for store in list(self.gathered):
             self.release(store)
-        for store in [store for store in self.stores if store.gathering is not None]:
-            store.release()  # it was prefetched, and not used
+        for store in self.stores:
+            if store.gathering is not None:  # it was prefetched, and not used
+                store.release()
 
     def pack(self, tensor: Tensor) -> Any:
         """Make a saved view of a unit's parameters a recipe, which keeps no memory."""
@@ -267,7 +280,7 @@ class Runtime:
             if self.ending != -1 and self.descending != get_ident():
                 raise RuntimeError("two threads run backward() at once: let one follow the other")
             self.ending, self.descending = current, get_ident()
-            self.makes_graph = False
+            self.makes_graph, self.kept = False, None
             torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
 
     def on_grad(self, store: UnitStore) -> None:
@@ -318,22 +331,14 @@ class Runtime:
             yield
 
 
-def check_call(model: nn.Module, units: Iterable[Unit]) -> None:
-    """The model is not called by DDP, and is what and where it was (of a unit: its first one)."""
+def check_call(model: nn.Module) -> None:
+    """RuntimeError if DDP calls the model."""
     around = nn.parallel.DistributedDataParallel._get_active_ddp_module()
     if around is not None and around.module is model:
         raise RuntimeError(
             "the model was wrapped in DistributedDataParallel after ZeroOptimizer was made, and would "
             "reduce gradients a second time; use the model itself"
         )
-    for unit in units:
-        param = unit.params[0]
-        if param.dtype is not unit.dtype or param.device != unit.device:
-            raise RuntimeError(
-                f"parameter {unit.names[0]!r} was moved or converted after ZeroOptimizer took it: it "
-                f"is {param.dtype} on {param.device}; convert the model before, or use dtype= and "
-                "device= of ZeroOptimizer"
-            )
 
 
 class UsedParameters(dict[str, Any]):
