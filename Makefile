@@ -68,7 +68,7 @@ bench-nvme: $(READY) $(VENV)/.peers
 	ZK_BENCH_NVME=$(NVME) $(BIN)/python benchmarks/peers/compare.py --systems deepspeed_zero3_nvme zk_stage3_nvme zk_stage3_nvme_cached zk_stage3_nvme_bf16_moments $(ARGS)
 
 # on a machine with a GPU: all that is to be tested and measured there, in less than ten minutes, and a dated report in benchmarks/results/;
-# some of it: make gpu ARGS='--sections floors,7b/zk_stage2'; without a GPU, to see that all parts work: make gpu ARGS='--dry-run --out runs/dry'
+# some of it: make gpu ARGS='--sections floors,12/stage2'; without a GPU, to see that all parts work: make gpu ARGS='--dry-run --out runs/dry'
 # by PYTHON where its torch sees a GPU, and then nothing is installed; else by the environment of the tests
 gpu:
 	if $(PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; then \

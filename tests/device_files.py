@@ -26,7 +26,6 @@ IN_PART = (
     "integrations/test_accelerate.py",
     "integrations/test_huggingface.py",
     "integrations/test_lightning.py",
-    "test_benchmarks_gpu.py",
     "test_deepspeed.py",
     "test_doctor.py",
     "test_train.py",
