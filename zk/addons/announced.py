@@ -24,7 +24,7 @@ class Announced(Addon):
 
     def comm(self, comm: Comm) -> Comm:
         if comm.size > 1:
-            self.own = host_group(comm.group or dist.group.WORLD, of_its_own=True)
+            self.own = Comm(host_group(comm.group or dist.group.WORLD, of_its_own=True))
             for name in ("all_gather", "reduce_scatter", "rows", "words", "broadcast"):
                 vars(comm)[name] = partial(self.run, comm, name, getattr(comm, name))
         return comm
@@ -37,9 +37,7 @@ class Announced(Addon):
         what = f"{value.numel()} {value.dtype}" if isinstance(value, Tensor) else "values"
         what = f"{len(value)} numbers" if name == "rows" else what
         text = f"{name} of {about!r}, {what}"
-        said: list[Any] = [text] * comm.size
-        with comm.named("announcement", text):
-            dist.all_gather_object(said, text, group=self.own)
+        said = self.own.words(text, text)
         each = "; ".join(f"rank {rank}: {words}" for rank, words in enumerate(said))
         require(
             len({*said}) == 1,

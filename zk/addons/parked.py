@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_64
+from xxhash import xxh3_64_intdigest as checksum
 
 from zk.logs import require
 from zk.memory import empty, trim
@@ -61,17 +61,17 @@ class Parked:
         places = [place for o in owners for place in (vars(o), getattr(o, "fields", {}))]
         named = [(place, *item) for place in places for item in place.items()]
         found = [e for e in named if isinstance(e[2], Tensor) and (is_all or e[2].device != CPU)]
-        spans = [(storage_of(t), t.storage_offset() * t.itemsize, t.nbytes) for *_, t in found]
-        self.tensors = [(*e[:2], *s, e[2].dtype) for e, s in zip(found, spans, strict=True)]
+        self.tensors = [
+            (place, name, storage_of(t), t.storage_offset() * t.itemsize, t.nbytes, t.dtype)
+            for place, name, t in found
+        ]
         self.file: Any = TemporaryFile(dir=self.path) if is_all else io.BytesIO()  # noqa: SIM115
-        self.sizes, self.digest = dict[int, Any](), xxh3_64()
+        self.sizes = dict[int, Any]()
         for key, t in {storage_of(t): t for *_, t in found}.items():
-            numel = t.untyped_storage().nbytes() // t.itemsize
-            values = t.as_strided((numel,), (1,), 0).view(torch.uint8)
+            values = t.new_empty(0, dtype=torch.uint8).set_(t.untyped_storage())
             own = link if values.data_ptr() in getattr(link, "pinned", ()) else None
-            self.sizes[key] = len(values), t.device, own  # page-locked again
             self.file.write(copied := values.cpu().numpy())
-            self.digest.update(copied)
+            self.sizes[key] = len(values), t.device, own, checksum(copied)  # page-locked again
         self.file.flush()
 
     def refuse(self, *_: Any, **__: Any) -> None:
@@ -81,16 +81,15 @@ class Parked:
 
     @torch.inference_mode(False)
     def __exit__(self, *_: Any) -> None:
-        self.is_inside, memory, digest = False, dict[int, Tensor](), xxh3_64()
+        self.is_inside, memory = False, dict[int, Tensor]()
         vars(self.optimizer).pop("close", None)
         try:
             self.file.seek(0)
-            for key, (nbytes, device, link) in self.sizes.items():
+            for key, (nbytes, device, link, digest) in self.sizes.items():
                 values = empty(nbytes, torch.uint8, CPU, link)
                 self.file.readinto(values.numpy())
-                digest.update(values.numpy().data)
+                require(checksum(values.numpy()) == digest, "it reads as other bytes", OSError)
                 memory[key] = values.to(device)
-            require(digest.digest() == self.digest.digest(), "it reads as other bytes", OSError)
         except Exception as error:
             memory.clear()
             self.words = self.runtime.broken = (
