@@ -90,8 +90,8 @@ class Lane:
         Thread(target=context.run, args=(self.run, compute), daemon=True).start()
 
     def run(self, compute: Callable[[Lane], None]) -> None:
+        self.go.get()
         try:
-            self.pause()
             compute(self)
             self.stands.put((None, None))
         except BaseException as error:
@@ -99,9 +99,6 @@ class Lane:
 
     def stand(self, block: nn.Module) -> None:
         self.stands.put((block, None))
-        self.pause()
-
-    def pause(self) -> None:
         if self.go.get():
             raise SystemExit  # another lane has failed
 
@@ -151,10 +148,10 @@ class Accumulation:
             vars(reducer).update(syncs=False, loss_scale=reducer.scaler.scale)
             said = reducer.exchange(ACCUMULATE, passes, True) if syncs else []
             refuse(any(row[0] != ACCUMULATE for row in said), "another rank does not call it")
-            self.calls = {b: b._compiled_call_impl or b._call_impl for b in self.names}
             for block in self.names:
                 stack.callback(vars(block).update, _compiled_call_impl=block._compiled_call_impl)
-                vars(block)["_compiled_call_impl"] = partial(self.called, block)
+                call = block._compiled_call_impl or block._call_impl
+                vars(block)["_compiled_call_impl"] = partial(self.called, block, call)
             self.before = [dict(space) for space in self.spaces]
             stack.callback(self.stop)
             for batch, seed in zip(batches, seeds, strict=True):
@@ -241,14 +238,14 @@ class Accumulation:
             (loss * self.reducer.loss_scale).backward()  # type: ignore[no-untyped-call]
             self.losses.append(loss.detach())
 
-    def called(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def called(self, block: nn.Module, call: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A block is called: wait for the other lanes; in forward, compute it within a checkpoint."""
 
         def run(*args: Any) -> Any:
             if in_backward():
                 refuse(not self.lane.is_back, "loss_fn calls backward() or torch.autograd.grad()")
                 self.lane.stand(block)
-            return self.calls[block](*args, **kwargs)
+            return call(*args, **kwargs)
 
         if not in_backward():
             self.lane.stand(block)

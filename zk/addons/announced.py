@@ -5,8 +5,6 @@ or waits until the group's timeout. Announced are the operation, the unit, and t
 elements; parts and other groups announce nothing. Uses of the core: the seam ``comm``, the collectives of Comm.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

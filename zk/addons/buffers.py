@@ -4,8 +4,6 @@ DDP gives them before each forward. Every optimizer has it. Uses of the core: th
 ``around_update``, ``Comm.words``, ``Comm.broadcast``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

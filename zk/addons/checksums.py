@@ -3,8 +3,6 @@
 Every optimizer has them. Uses of the core: the seam ``tier``; ``Drive.file``, ``File.system``.
 """
 
-from __future__ import annotations
-
 import errno
 from typing import Any
 

@@ -3,8 +3,6 @@
 It is there for every optimizer. Uses of the core: the seams ``check`` and ``comm``, ``Comm.words``.
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 from torch import nn
 
 from zk.addon import Addon
-from zk.config import ZeroConfig
 from zk.parallel.comm import Comm
 
 # options that may differ by rank
@@ -25,7 +22,7 @@ class Compared(Addon):
     A checksum goes first: ranks that agree exchange nothing else.
     """
 
-    def check(self, model: nn.Module, optimizers: Any, config: ZeroConfig) -> None:
+    def check(self, model: nn.Module, optimizers: Any, config: object) -> None:
         values = {name: value for name, value in vars(config).items() if name not in OWN}
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         for number, group in enumerate(groups):

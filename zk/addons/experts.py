@@ -13,8 +13,6 @@ Uses of the core: the seams ``blocks``, ``attach``; ``Comm.rows``; ``Runtime.use
 ``gathered``, ``release``, ``end_of_backward``, ``handles``; ``Reducer.before_gather``.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -10,8 +10,6 @@ Every optimizer has it, without an option. Uses of the core: ``ZeroOptimizer._in
 ``gather``, ``UnitStore.read``; RUNTIMES, ``Runtime.handles``, which are removed when it is closed.
 """
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 from typing import Any

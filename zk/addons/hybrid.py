@@ -7,15 +7,12 @@ same as well: each rank writes what it reduces. Hybrid sharding: PyTorch FSDP, a
 Uses of the core: the seams ``check`` and ``comm``; Comm, of which ``sharers`` differ from all ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from zk.addon import Addon
-from zk.config import ZeroConfig
 from zk.logs import require
 from zk.parallel.comm import Collective, Comm
 
@@ -59,7 +56,7 @@ class Hybrid(Addon):
         require(isinstance(group, dist.ProcessGroup), words, TypeError)
         self.group = group
 
-    def check(self, model: nn.Module, optimizers: Any, config: ZeroConfig) -> None:
+    def check(self, model: object, optimizers: object, config: Any) -> None:
         require(config.stage > 0, "shard_group= needs stage 1, 2 or 3: at stage 0 nothing is a shard")
         require(not config.options.get("announce"), "shard_group= and announce=True: remove one")
 

@@ -5,15 +5,12 @@ core: the seams ``check``, ``updater``, ``updated``; ``UnitStore.updating``,
 ``ZeroOptimizer._update_units``.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from zk.addon import Addon, found
-from zk.config import ZeroConfig
 from zk.logs import require
 from zk.optimizer import ZeroOptimizer
 from zk.store import Step, UnitStore
@@ -35,7 +32,7 @@ class Overlap(Addon):
         self.executor = ThreadPoolExecutor(1, "zk-update")
         self.pending: dict[UnitStore, Future[None]] = {}
 
-    def check(self, model: object, optimizers: object, config: ZeroConfig) -> None:
+    def check(self, model: object, optimizers: object, config: Any) -> None:
         require(
             config.stage == 3,
             f"overlap_step=True needs stage=3; got stage={config.stage}, where parameters are read at "

@@ -5,8 +5,6 @@ access waits, ``point``, ``changed``, ``take_back``; ``Runtime.broken``, ``relea
 ``ZeroOptimizer._settle`` and ``close``, which are replaced meanwhile.
 """
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -38,7 +36,7 @@ class Parked:
         self.optimizer.synchronize()
         with self.optimizer._layout.comm.together("parked()"):
             self.save(self.optimizer._layout.device)
-        self.words = self.runtime.broken = "the optimizer is parked: leave 'with parked():' first"
+        self.runtime.broken = "the optimizer is parked: leave 'with parked():' first"
         vars(self.optimizer).update(_settle=self.refuse, close=self.refuse)
         for place, name, *_ in self.tensors:
             place[name] = torch.empty(0)
@@ -76,7 +74,7 @@ class Parked:
 
     def refuse(self, *_: Any, **__: Any) -> None:
         """Refuse all inside; where memory has not come back, try again."""
-        require(not self.is_inside, self.words, RuntimeError)
+        require(not self.is_inside, self.runtime.broken, RuntimeError)
         self.__exit__()
 
     @torch.inference_mode(False)
@@ -88,15 +86,15 @@ class Parked:
             for key, (nbytes, device, link, digest) in self.sizes.items():
                 values = empty(nbytes, torch.uint8, CPU, link)
                 self.file.readinto(values.numpy())
-                require(checksum(values.numpy()) == digest, "it reads as other bytes", OSError)
+                require(checksum(values.numpy().data) == digest, "it reads as other bytes", OSError)
                 memory[key] = values.to(device)
         except Exception as error:
             memory.clear()
-            self.words = self.runtime.broken = (
+            self.runtime.broken = (
                 f"what was parked in {self.path or 'memory'} has not come back: {error!r}; it is "
                 "still there: free memory, and optimizer.synchronize() tries again"
             )
-            raise RuntimeError(self.words) from error
+            raise RuntimeError(self.runtime.broken) from error
         for place, name, key, first, nbytes, dtype in self.tensors:
             place[name] = memory[key][first : first + nbytes].view(dtype)
         names = [store.unit.names[index] for store in self.stores for index in store.changed()]

@@ -15,8 +15,6 @@ Uses of the core: the seams ``check``, ``comm``, ``kind``, ``totals``, ``attach`
 UsedParameters, ``Layout.sharers``, ``Gradient.sum_of_squares``; it wraps what saves and loads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from functools import partial
 from pathlib import Path
@@ -57,9 +55,7 @@ class Parts(Addon):
             found = {name for name in names if f".{name}".endswith(f".{end}")}
             require(found, f"replicated_params: no parameter's name is, or ends with, {end!r}")
             self.replicated |= found
-        self.make_local(names)
-        whole = {name: p.whole for name, p in model.named_parameters() if hasattr(p, "whole")}
-        if whole:
+        if whole := self.make_local(names):
             words = "DTensors say which ranks hold other parts: remove model_parallel_group="
             require(self.group is None, words)
             self.group, *more = {one.device_mesh.get_group() for one in whole.values()}
@@ -136,8 +132,8 @@ class Parts(Addon):
 
     # ---- DTensors --------------------------------------------------------------------------------
 
-    def make_local(self, names: dict[str, Any]) -> None:
-        """Put this rank's part in the place of each DTensor: its ``whole``, without memory."""
+    def make_local(self, names: dict[str, Any]) -> dict[str, Any]:
+        """Put this rank's part in the place of each DTensor, its ``whole``; returns these by name."""
         found = {name: param for name, param in names.items() if hasattr(param, "placements")}
         for name, param in found.items():
             kinds = [type(placement).__name__ for placement in param.placements]
@@ -155,6 +151,7 @@ class Parts(Addon):
                 local.register_hook(lambda grad: getattr(grad, "wait", lambda: grad)())
             param._local_tensor, vars(local)["whole"] = local.new_empty(0), param
         self.exchange(made)
+        return found
 
     def exchange(self, made: dict[Any, Any]) -> None:
         """Put parameters in the places of those they are made of; let modules read DTensors."""

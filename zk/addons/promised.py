@@ -5,8 +5,6 @@ Values are made one unit at a time; several ranks get those that the first one m
 every optimizer, without an option: zk.deferred_init and zk.load_pretrained promise.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ With "8bit" the masters of bf16 parameters have 24 bits: 3 bytes of state where 
 Uses of the core: the seams ``rules`` and ``codec``.
 """
 
-from __future__ import annotations
-
 import torch
 
 from zk.addon import Addon

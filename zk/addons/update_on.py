@@ -12,8 +12,6 @@ Uses of the core: the seam ``check``; ``UnitStore.update`` (replaced), ``open``,
 ``HostChunk.fields`` and ``note``; ``CudaLink.upload``, ``copy``, ``mark``, ``follow``, ``wait``.
 """
 
-from __future__ import annotations
-
 from copy import copy
 from functools import partial
 from time import perf_counter
