@@ -12,8 +12,6 @@ Uses of the core: ``Runtime.holding``, ``begin_gather``, ``release``, its state 
 ``Reducer.exchange``, ``finish``, ``begin``, ``waiting``; ``Gradient.collect``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterable
@@ -78,10 +76,10 @@ def refuse(is_wrong: Any, words: str) -> None:
 class Lane:
     """One micro-batch: it runs between two calls of blocks."""
 
-    def __init__(self, compute: Callable[[Lane], None], random: list[Tensor]) -> None:
+    def __init__(self, compute: Any, random: list[Tensor]) -> None:
         self.random, self.is_back = random, False
-        self.go: SimpleQueue[bool] = SimpleQueue()  # True: end
-        self.stands: SimpleQueue[Any] = SimpleQueue()
+        self.go = SimpleQueue[bool]()  # True: end
+        self.stands = SimpleQueue[Any]()
         self.block: Any = self  # that it is about to call; None: it has ended
         # what the runtime knows of the call, and of the backward, in this thread
         self.runtime = {"depth": 0, "thread": 0, "saving": contextlib.nullcontext()}
@@ -89,7 +87,7 @@ class Lane:
         context = contextvars.copy_context()
         Thread(target=context.run, args=(self.run, compute), daemon=True).start()
 
-    def run(self, compute: Callable[[Lane], None]) -> None:
+    def run(self, compute: Any) -> None:
         self.go.get()
         try:
             compute(self)
@@ -111,22 +109,19 @@ class Accumulation:
         model = optimizer.model
         self.reducer, device = optimizer._layout.reducer, optimizer._layout.device
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self.autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in {"cpu", device.type}
-        ]
+        dtype_of, is_on = torch.get_autocast_dtype, torch.is_autocast_enabled
+        kinds = {"cpu", device.type}
+        self.contexts = [partial(torch.autocast, k, dtype_of(k), is_on(k)) for k in kinds]
         self.generators = [torch.default_generator, *torch.cuda.default_generators]
         self.keeping = offload_activations(model) if is_host else contextlib.nullcontext()
         self.lanes, self.losses = list[Lane](), list[Tensor]()
         stores, modules = self.runtime.stores, [*model.modules()]
         used = {store.unit.module for store in stores} - {model}
         within = {part for one in used for part in one.modules() if part is not one}
-        self.names = {m: name for name, m in model.named_modules() if m in used - within}
-        self.stores = {
-            b: [s for parts in [{*b.modules()}] for s in stores if s.unit.module in parts]
-            for b in self.names
-        }
-        self.spaces = [space for m in modules for space in (vars(m), m._buffers)]
+        used -= within
+        self.names = {m: name for name, m in model.named_modules() if m in used}
+        parts = {block: {*block.modules()} for block in self.names}
+        self.stores = {b: [s for s in stores if s.unit.module in parts[b]] for b in parts}
         owners = [r for r in RUNTIMES if not {*r.model.modules()}.isdisjoint(modules)]
         refuse(len(owners) > 1, "two ZeroOptimizers train the model")
 
@@ -152,7 +147,8 @@ class Accumulation:
                 stack.callback(vars(block).update, _compiled_call_impl=block._compiled_call_impl)
                 call = block._compiled_call_impl or block._call_impl
                 vars(block)["_compiled_call_impl"] = partial(self.called, block, call)
-            self.before = [dict(space) for space in self.spaces]
+            modules = self.optimizer.model.modules()
+            self.before = [(space, {**space}) for m in modules for space in (vars(m), m._buffers)]
             stack.callback(self.stop)
             for batch, seed in zip(batches, seeds, strict=True):
                 for generator in self.generators:
@@ -192,7 +188,7 @@ class Accumulation:
 
     def compare_attributes(self) -> None:
         """Refuse what forward has set in modules, but for flags: other lanes see it."""
-        for space, old in zip(self.spaces, self.before, strict=True):
+        for space, old in self.before:
             changed = [n for n in space | old if space.get(n) is not old.get(n)]
             names = [name for name in changed if space.get(name) is not True]
             refuse(names, f"forward sets {names} of a module, which all micro-batches would see")
@@ -228,8 +224,8 @@ class Accumulation:
         """In a lane: what threads have of their own is as outside, also in backward."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.cuda.stream(self.stream))
-            for kind, dtype, is_on in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype, is_on))
+            for context in self.contexts:
+                stack.enter_context(context())
             loss = self.loss_fn(self.optimizer.model, batch)
             is_loss = isinstance(loss, Tensor) and loss.shape == () and loss.requires_grad
             refuse(not is_loss, "loss_fn must return a scalar tensor that has a graph")
@@ -256,9 +252,7 @@ class Accumulation:
         known = contents(watched)
         with self.keeping:
             result = checkpoint(run, *args, use_reentrant=False)
-        words = (
-            f"block {self.names[block]!r} writes into its arguments (use_cache=False) or buffers"
-        )
+        words = f"block {self.names[block]!r} writes into its arguments (use_cache=) or buffers"
         refuse(contents(watched) != known, words)
         return result
 
@@ -277,7 +271,7 @@ class Accumulation:
         reducer.waiting = waiting
 
 
-def contents(value: Any, depth: int = 5) -> list[tuple[int, int]]:
+def contents(value: Any, depth: int = 5) -> list[Any]:
     """Identity and version of all tensors that a value leads to, through its attributes too."""
     found = []
     for leaf in tree_leaves(value):

@@ -24,14 +24,11 @@ class Announced(Addon):
         if comm.size > 1:
             self.own = Comm(host_group(comm.group or dist.group.WORLD, of_its_own=True))
             for name in ("all_gather", "reduce_scatter", "rows", "words", "broadcast"):
-                vars(comm)[name] = partial(self.run, comm, name, getattr(comm, name))
+                vars(comm)[name] = partial(self.run, name, getattr(comm, name))
         return comm
 
-    def run(self, comm: Comm, name: str, plain: Any, about: str, value: Any, *given: Any) -> Any:
-        """A collective, after an exchange of words over connections of their own.
-
-        RuntimeError on all ranks if one is about to do something else.
-        """
+    def run(self, name: str, plain: Any, about: str, value: Any, *given: Any) -> Any:
+        """A collective, after an exchange of words; RuntimeError on all ranks where they differ."""
         what = f"{value.numel()} {value.dtype}" if isinstance(value, Tensor) else "values"
         what = f"{len(value)} numbers" if name == "rows" else what
         text = f"{name} of {about!r}, {what}"

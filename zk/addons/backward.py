@@ -25,7 +25,7 @@ from zk.memory import host_memory
 from zk.offload.drive import FileChunk
 from zk.offload.rules import AdamRule, StepRule
 from zk.offload.tiers import CPU, Chunk, Fields, HostChunk
-from zk.optimizer import ZeroOptimizer, options_of
+from zk.optimizer import options_of
 from zk.parallel.gradient import Gradient
 from zk.store import Step, UnitStore
 
@@ -47,7 +47,7 @@ class Backward(Addon):
         said = "overlap_step='backward' on GPUs needs optimizer_tier='host' or 'nvme'; got 'device'"
         require(config.optimizer_tier != "device" or near.type == "cpu", said)
 
-    def attach(self, optimizer: ZeroOptimizer) -> None:
+    def attach(self, optimizer: Any) -> None:
         self.optimizer, budget = optimizer, optimizer.config.host_budget
         used = sum(optimizer.summary().nbytes.get("host", {}).values())
         room = host_memory()[1] // 2 // optimizer._layout.comm.size

@@ -16,11 +16,10 @@ from torch.utils._pytree import tree_leaves
 from zk.addon import Addon
 from zk.config import NAMES
 from zk.logs import log, require
-from zk.optimizer import ZeroOptimizer
 from zk.parallel.runtime import RUNTIMES
 from zk.precision import dtypes_of
 
-Names = dict[Tensor, str]
+Names = dict[Any, str]
 FP4 = getattr(torch, "float4_e2m1fn_x2", None)
 WRAPPERS = {  # classes of modules that share gradients themselves
     "DistributedDataParallel": "pass model.module",
@@ -55,8 +54,7 @@ class Checked(Addon):
     made: Any = ()  # the optimizer, once it is
 
     def check(self, model: nn.Module, optimizers: Any, config: Any) -> None:
-        names: Names = {param: name for name, param in model.named_parameters()}
-        self.names = names
+        self.names = names = {param: name for name, param in model.named_parameters()}
         check_modules(model)
         for optimizer in optimizers:
             check_optimizer(optimizer)
@@ -64,11 +62,10 @@ class Checked(Addon):
         check_memory_is_own(model, names)
         check_trained(names, optimizers, dtypes_of(model, config.dtype, config.keep_dtype))
 
-    def attach(self, optimizer: ZeroOptimizer) -> None:
+    def attach(self, optimizer: Any) -> None:
         self.made = (optimizer,)
-        units = [store.unit for store in optimizer._runtime.stores]
-        for dtype in {unit.dtype for unit in units if unit.device.type == "cpu"}:
-            warn(dtype)
+        for store in optimizer._runtime.stores if optimizer._layout.device.type == "cpu" else ():
+            warn(store.unit.dtype)
 
     def before_step(self) -> None:
         """Refuse gradients of parameters that were unfrozen: nothing trains them."""
@@ -83,7 +80,7 @@ class Checked(Addon):
                 )
 
 
-def unfrozen(optimizer: ZeroOptimizer) -> dict[nn.Parameter, Any]:
+def unfrozen(optimizer: Any) -> dict[nn.Parameter, Any]:
     """Parameters of groups that were frozen when the units were made: the stores that have them."""
     stores = optimizer._runtime.store_of
     params = [param for param in optimizer._layout.owners if param.requires_grad]
@@ -137,8 +134,8 @@ def check_params(names: Names, device: torch.device | None) -> None:
     for param, name in names.items():
         for words, is_faulty in FAULTS.items():
             require(not is_faulty(param), f"parameter {name!r} {words.format(param)}")
-    places = {str(param.device): name for param, name in reversed(names.items())}
-    homes = " and ".join(f"{name!r} on {place}" for place, name in reversed(places.items()))
+    places = {param.device: name for param, name in names.items()}
+    homes = " and ".join(f"{name!r} on {place}" for place, name in places.items())
     require(
         device is not None or len(places) == 1,
         f"all parameters must be on one device; there is {homes}: call model.to(device), or "

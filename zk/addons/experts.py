@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from zk.addon import Addon
 from zk.logs import require
-from zk.optimizer import ZeroOptimizer
 from zk.parallel.gradient import in_backward
 from zk.parallel.runtime import hooks_around
 from zk.store import UnitStore
@@ -33,21 +32,20 @@ NONE = -1  # the number of no unit
 class Experts(Addon):
     def __init__(self, value: bool) -> None:
         require(value is True, f"experts must be True or False; got {value!r}")
-        # of the blocks with experts; and the experts
-        self.around, self.experts = list[nn.Module](), set[nn.Module]()
+        self.around = list[nn.Module]()  # the blocks with experts
         self.depth = 0  # of calls of these blocks
         self.open: list[UnitStore] = []  # experts that ranks have gathered together
 
-    def blocks(self, model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-        found = dict(blocks)
+    def blocks(self, model: object, blocks: Any) -> Any:
+        found = dict[str, nn.Module]()
         for name, block in blocks.items():
             inner = {f"{name}.{key}": expert for key, expert in blocks_of(block).items()}
             self.around += [block] * bool(inner)
             found |= inner
-        self.experts = {expert for name, expert in found.items() if name not in blocks}
-        return found
+        self.experts = {*found.values()}
+        return blocks | found
 
-    def attach(self, optimizer: ZeroOptimizer) -> None:
+    def attach(self, optimizer: Any) -> None:
         runtime: Any = optimizer._runtime
         self.runtime, self.ranks = runtime, optimizer._layout.comm
         self.plain, end = runtime.use, runtime.end_of_backward

@@ -50,16 +50,12 @@ class HandedOver(Addon):
     def __bool__(self) -> bool:
         return self.runtime in RUNTIMES
 
-    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+    def __reduce__(self) -> Any:
         return bool, ()
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """Make ``state_dict()`` and ``load_state_dict()`` of a module whole.
-
-    What is read goes to host memory, one parameter at a time. What is loaded needs the parameters of
-    this one module in full.
-    """
+    """Make ``state_dict()`` (in host memory) and ``load_state_dict()`` of one module whole."""
     loading = contextlib.ExitStack()
 
     def read(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -12,7 +12,6 @@ import torch
 
 from zk.addon import Addon, found
 from zk.logs import require
-from zk.optimizer import ZeroOptimizer
 from zk.store import Step, UnitStore
 
 
@@ -39,7 +38,7 @@ class Overlap(Addon):
             "any time, and would be those before the update: use stage=3, or remove it",
         )
 
-    def attach(self, optimizer: ZeroOptimizer) -> None:
+    def attach(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
     def updater(self) -> Any:
@@ -47,11 +46,11 @@ class Overlap(Addon):
 
     def begin(self, stores: list[UnitStore], step: Step) -> None:
         """Update in the order of forward, and return at once."""
-        self.pending = {store: Future() for store in stores}
+        used = {*stores}
+        self.pending = {store: Future() for store in self.optimizer._trained if store in used}
         for store, future in self.pending.items():
             store.updating = future.result
-        in_order = [store for store in self.optimizer._trained if store in self.pending]
-        self.executor.submit(self.run, in_order, step)
+        self.executor.submit(self.run, [*self.pending], step)
 
     @torch.no_grad()
     def run(self, stores: list[UnitStore], step: Step) -> None:

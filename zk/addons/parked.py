@@ -6,7 +6,6 @@ access waits, ``point``, ``changed``, ``take_back``; ``Runtime.broken``, ``relea
 """
 
 import io
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -28,7 +27,7 @@ class Parked:
     room there; RuntimeError if all of it does not come back, and ``synchronize()`` tries again.
     """
 
-    def __init__(self, optimizer: ZeroOptimizer, path: str | Path | None = None) -> None:
+    def __init__(self, optimizer: ZeroOptimizer, path: Any = None) -> None:
         self.optimizer, self.path, self.is_inside = optimizer, path, False
         self.runtime, self.stores = optimizer._runtime, optimizer._runtime.stores
 
@@ -57,18 +56,22 @@ class Parked:
         for owner in (link := link_to(device), *owners):
             getattr(owner, "wait", bool)()  # until nothing moves
         places = [place for o in owners for place in (vars(o), getattr(o, "fields", {}))]
-        named = [(place, *item) for place in places for item in place.items()]
-        found = [e for e in named if isinstance(e[2], Tensor) and (is_all or e[2].device != CPU)]
+        found = [
+            (place, name, t)
+            for place in places
+            for name, t in place.items()
+            if isinstance(t, Tensor) and (is_all or t.device != CPU)
+        ]
         self.tensors = [
             (place, name, storage_of(t), t.storage_offset() * t.itemsize, t.nbytes, t.dtype)
             for place, name, t in found
         ]
         self.file: Any = TemporaryFile(dir=self.path) if is_all else io.BytesIO()  # noqa: SIM115
-        self.sizes = dict[int, Any]()
+        self.sizes: Any = {}
         for key, t in {storage_of(t): t for *_, t in found}.items():
             values = t.new_empty(0, dtype=torch.uint8).set_(t.untyped_storage())
             own = link if values.data_ptr() in getattr(link, "pinned", ()) else None
-            self.file.write(copied := values.cpu().numpy())
+            self.file.write(copied := values.cpu().numpy().data)
             self.sizes[key] = len(values), t.device, own, checksum(copied)  # page-locked again
         self.file.flush()
 

@@ -15,7 +15,6 @@ Uses of the core: the seams ``check``, ``comm``, ``kind``, ``totals``, ``attach`
 UsedParameters, ``Layout.sharers``, ``Gradient.sum_of_squares``; it wraps what saves and loads.
 """
 
-from collections.abc import Callable, Hashable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from torch import nn
 from zk.addon import Addon
 from zk.config import PARSERS, ZeroConfig
 from zk.logs import require
-from zk.optimizer import ZeroOptimizer, floats_of
+from zk.optimizer import floats_of
 from zk.parallel.comm import Comm
 from zk.parallel.runtime import UsedParameters
 
@@ -80,10 +79,10 @@ class Parts(Addon):
             )
         return comm
 
-    def kind(self, name: str, param: nn.Parameter) -> Hashable:
+    def kind(self, name: str, param: nn.Parameter) -> bool:
         return name in self.replicated
 
-    def attach(self, optimizer: ZeroOptimizer) -> None:
+    def attach(self, optimizer: Any) -> None:
         self.optimizer = optimizer
         self.exchange({})
         for name in ("save_checkpoint", "load_checkpoint") if self.parts.size > 1 else ():
@@ -105,10 +104,7 @@ class Parts(Addon):
         return [*own, -sum(alike[1:])]  # not finite, or NaN, where any of them is
 
     def compare(self, *mine: float) -> Any:
-        """Numbers of each part, in one exchange.
-
-        RuntimeError where a step, or loading a checkpoint, has failed in some parts alone.
-        """
+        """Numbers of each part. RuntimeError where a step, or a load, has failed in some alone."""
         rows = self.parts.rows("steps of parts", [self.optimizer.num_steps, *mine])
         steps, *values = zip(*rows, strict=True)
         said = [*map(int, steps)]
@@ -116,7 +112,7 @@ class Parts(Addon):
         require(len({*said}) == 1, words, RuntimeError)
         return values
 
-    def in_part(self, run: Callable[..., Any], directory: Any, **kwargs: Any) -> Any:
+    def in_part(self, run: Any, directory: Any, **kwargs: Any) -> Any:
         """Save or load this part's checkpoint."""
         if kwargs.get("keep") == 1:  # until all parts have the next one
             kwargs["keep"] = 2
@@ -144,7 +140,7 @@ class Parts(Addon):
                 "Replicate over one dimension, as parallelize_module makes them (leave fully_shard "
                 "out), before they have a gradient, or states of an optimizer",
             )
-        made: dict[Any, Any] = {}
+        made: Any = {}
         for param in found.values():
             made[param] = local = nn.Parameter(param._local_tensor.detach(), param.requires_grad)
             if local.requires_grad:  # of a reduction that is in flight
@@ -161,8 +157,9 @@ class Parts(Addon):
                 table[name] = made.get(param, param)
             if any(hasattr(param, "whole") for param in table.values()):
                 module._parameters = Whole(table, getattr(table, "on_read", lambda _: None))
-        for group in (group for inner in self.inners for group in inner.param_groups):
-            group["params"] = [made.get(param, param) for param in group["params"]]
+        for inner in self.inners:
+            for group in inner.param_groups:
+                group["params"] = [made.get(param, param) for param in group["params"]]
 
 
 def whole_of(local: Any) -> Any:

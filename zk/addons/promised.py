@@ -1,8 +1,7 @@
 """Tensors without memory: whoever promises their values makes them once a unit is placed.
 
 A tensor on the meta device has a promise on its storage, so that all views and aliases have it too.
-Values are made one unit at a time; several ranks get those that the first one makes. It is there for
-every optimizer, without an option: zk.deferred_init and zk.load_pretrained promise.
+Values are made one unit at a time; several ranks get those of the first one. Every optimizer has it.
 """
 
 from typing import Any
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from zk.addon import Addon
 from zk.logs import require
-from zk.unit import Unit
 
 NAME = "_zk_promise"
 
@@ -47,7 +45,7 @@ def give_memory(tensor: Tensor, values: Tensor) -> None:
 
 
 class Promised(Addon):
-    def device(self, model: nn.Module, device: torch.device | None) -> torch.device | None:
+    def device(self, model: nn.Module, device: Any) -> Any:
         return device or device_for(model)
 
     def check(self, model: nn.Module, *_: object) -> None:
@@ -66,7 +64,7 @@ class Promised(Addon):
                 RuntimeError,
             )
 
-    def fill(self, unit: Unit, views: list[Tensor], is_first: bool) -> None:
+    def fill(self, unit: Any, views: list[Tensor], is_first: bool) -> None:
         for param, view in zip(unit.params, views, strict=True):
             if by := promise_of(param):
                 if is_first:
