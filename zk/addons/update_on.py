@@ -75,7 +75,7 @@ class UpdateOn(Addon):
                     chunk.fields[name] = empty(len(field), field.dtype, CPU, link).copy_(field)
 
     def update(self, store: UnitStore, number: int, step: Step) -> None:
-        """Update chunk ``number`` by CPU threads, or begin to by way of the device: both work."""
+        """Update chunk ``number`` by CPU threads, or begin to by way of the device, and return."""
         self.due += self.share
         is_near = self.due >= 1
         self.due -= is_near
