@@ -15,6 +15,7 @@ IN_PART = (
     "addons/test_delayed.py",
     "addons/test_experts.py",
     "addons/test_growing.py",
+    "addons/test_in_place.py",
     "addons/test_parked.py",
     "addons/test_update_on.py",
     "addons/test_whole.py",

@@ -53,10 +53,9 @@ class Size(NamedTuple):
     def of(cls, unit: Unit, fields: Mapping[str, torch.dtype], model: nn.Module) -> Size:
         """``fields``: what the unit's codec keeps of an element."""
         kept = {name: dtype.itemsize for name, dtype in fields.items()}
-        states = kept.pop("master", 0), sum(kept.values())
-        return cls(
-            unit.numel, unit.dtype.itemsize, *states, unit.is_trained, unit.module is not model
-        )
+        # a codec whose "param" has fewer bytes takes the rest from elsewhere
+        own = kept.pop("param", unit.dtype.itemsize), kept.pop("master", 0)
+        return cls(unit.numel, *own, sum(kept.values()), unit.is_trained, unit.module is not model)
 
 
 class Place(NamedTuple):
@@ -94,8 +93,8 @@ class Placement:
     @property
     def tiers(self) -> tuple[str, str]:
         """What users asked for: of parameters, and of states."""
-        is_moved = self.config.stage == 3
-        return self.config.param_tier if is_moved else "device", self.config.optimizer_tier
+        config = self.config
+        return config.param_tier if config.stage == 3 else "device", config.optimizer_tier
 
     def places(self, room: Nbytes) -> list[Place]:
         """The tiers of each unit.
@@ -179,7 +178,7 @@ class Placement:
             params.add(self.shard(size) * size.param * moves)
             grads.add(chunk * 4)
             states.add(chunk * (size.master + size.moments))
-        return SPARE * sum(capacity_of(max(kind)) for kind in (params, grads, states) if max(kind))
+        return SPARE * sum(capacity_of(max(kind)) for kind in (params, grads, states))
 
     def by_memory(self, sizes: Sizes) -> Counter[str]:
         """Bytes of each memory."""
@@ -258,7 +257,8 @@ def choose(
     MemoryError on all ranks where one has not enough. ``freed``: tensors that training gives back.
     """
     joined = device.type == "cpu"
-    placement, held = Placement(config, sizes, comm.sharers.size, joined), held_nbytes(freed, joined)
+    placement = Placement(config, sizes, comm.sharers.size, joined)
+    held = held_nbytes(freed, joined)
     local = max(1, min(comm.size, int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     sharers = {"device": 1, "host": local, "nvme": local}
     with comm.together("ZeroOptimizer()"):

@@ -113,7 +113,10 @@ class UnitStore:
 
     @property
     def is_away(self) -> bool:
-        """Parameters are released, and not about to come."""
+        """Parameters are released, and not about to come.
+
+        At stages 0 to 2 they are always there.
+        """
         return self.full is None and self.gathering is None
 
     def begin_gather(self) -> None:

@@ -19,7 +19,8 @@ for tokens in (16, 40, 4096):  # none of which is a first one that tries configu
     product.launch(torch.zeros(tokens, 64), torch.zeros(64, 64), torch.zeros(tokens, 64), None, None)
     reduce.launch(rows, out)
     flatten.launch([rows[0]], out, [0, 64])
-print(*map(launched.count, ("_reduce_kernel", "_move_kernel", "_matmul_kernel")), len(kernel_side_table.id_to_kernel), len(kernel_side_table.constant_args))
+kernels = "_reduce_kernel", "_move_kernel", "_matmul_kernel"
+print(*map(launched.count, kernels), len(kernel_side_table.id_to_kernel), len(kernel_side_table.constant_args))
 """
 
 

@@ -14,6 +14,7 @@ OPTIONS = {  # option -> "module:class"
     "shard_group": "zk.addons.hybrid:Hybrid",
     "delay_update": "zk.addons.backward:Delayed",
     "growing": "zk.addons.growing:Growing",
+    "in_place": "zk.addons.in_place:InPlace",
     "elementwise": "zk.addons.whole:Elementwise",
     "parameterwise": "zk.addons.whole:Parameterwise",
 }

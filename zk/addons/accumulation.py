@@ -12,8 +12,6 @@ Uses of the core: ``Runtime.holding``, ``begin_gather``, ``release``, its state 
 ``Reducer.exchange``, ``finish``, ``begin``, ``waiting``; ``Gradient.collect``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterable
@@ -80,10 +78,10 @@ def refuse(is_wrong: Any, words: str) -> None:
 class Lane:
     """One micro-batch: it runs between two calls of blocks."""
 
-    def __init__(self, compute: Callable[[Lane], None], random: list[Tensor]) -> None:
+    def __init__(self, compute: Any, random: list[Tensor]) -> None:
         self.random, self.is_back = random, False
-        self.go: SimpleQueue[bool] = SimpleQueue()  # True: end
-        self.stands: SimpleQueue[Any] = SimpleQueue()
+        self.go = SimpleQueue[bool]()  # True: end
+        self.stands = SimpleQueue[Any]()
         self.block: Any = self  # that it is about to call; None: it has ended
         # what the runtime knows of the call, and of the backward, in this thread
         self.runtime = {"depth": 0, "thread": 0, "saving": contextlib.nullcontext()}
@@ -91,9 +89,9 @@ class Lane:
         context = contextvars.copy_context()
         Thread(target=context.run, args=(self.run, compute), daemon=True).start()
 
-    def run(self, compute: Callable[[Lane], None]) -> None:
+    def run(self, compute: Any) -> None:
+        self.go.get()
         try:
-            self.pause()
             compute(self)
             self.stands.put((None, None))
         except BaseException as error:
@@ -101,9 +99,6 @@ class Lane:
 
     def stand(self, block: nn.Module) -> None:
         self.stands.put((block, None))
-        self.pause()
-
-    def pause(self) -> None:
         if self.go.get():
             raise SystemExit  # another lane has failed
 
@@ -116,22 +111,19 @@ class Accumulation:
         model = optimizer.model
         self.reducer, device = optimizer._layout.reducer, optimizer._layout.device
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self.autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in {"cpu", device.type}
-        ]
+        dtype_of, is_on = torch.get_autocast_dtype, torch.is_autocast_enabled
+        kinds = {"cpu", device.type}
+        self.contexts = [partial(torch.autocast, k, dtype_of(k), is_on(k)) for k in kinds]
         self.generators = [torch.default_generator, *torch.cuda.default_generators]
         self.keeping = offload_activations(model) if is_host else contextlib.nullcontext()
         self.lanes, self.losses = list[Lane](), list[Tensor]()
         stores, modules = self.runtime.stores, [*model.modules()]
         used = {store.unit.module for store in stores} - {model}
         within = {part for one in used for part in one.modules() if part is not one}
-        self.names = {m: name for name, m in model.named_modules() if m in used - within}
-        self.stores = {
-            b: [s for parts in [{*b.modules()}] for s in stores if s.unit.module in parts]
-            for b in self.names
-        }
-        self.spaces = [space for m in modules for space in (vars(m), m._buffers)]
+        used -= within
+        self.names = {m: name for name, m in model.named_modules() if m in used}
+        parts = {block: {*block.modules()} for block in self.names}
+        self.stores = {b: [s for s in stores if s.unit.module in parts[b]] for b in parts}
         owners = [r for r in RUNTIMES if not {*r.model.modules()}.isdisjoint(modules)]
         refuse(len(owners) > 1, "two ZeroOptimizers train the model")
 
@@ -153,11 +145,12 @@ class Accumulation:
             vars(reducer).update(syncs=False, loss_scale=reducer.scaler.scale)
             said = reducer.exchange(ACCUMULATE, passes, True) if syncs else []
             refuse(any(row[0] != ACCUMULATE for row in said), "another rank does not call it")
-            self.calls = {b: b._compiled_call_impl or b._call_impl for b in self.names}
             for block in self.names:
                 stack.callback(vars(block).update, _compiled_call_impl=block._compiled_call_impl)
-                vars(block)["_compiled_call_impl"] = partial(self.called, block)
-            self.before = [*map(dict, self.spaces)]
+                call = block._compiled_call_impl or block._call_impl
+                vars(block)["_compiled_call_impl"] = partial(self.called, block, call)
+            modules = self.optimizer.model.modules()
+            self.before = [(space, {**space}) for m in modules for space in (vars(m), m._buffers)]
             stack.callback(self.stop)
             for batch, seed in zip(batches, seeds, strict=True):
                 for generator in self.generators:
@@ -196,7 +189,7 @@ class Accumulation:
 
     def compare_attributes(self) -> None:
         """Refuse what forward has set in modules, but for flags: other lanes see it."""
-        for space, old in zip(self.spaces, self.before, strict=True):
+        for space, old in self.before:
             names = [n for n in space | old if old.get(n) is not space.get(n) is not True]
             refuse(names, f"forward sets {names} of a module, which all micro-batches would see")
 
@@ -231,8 +224,8 @@ class Accumulation:
         """In a lane: what threads have of their own is as outside, also in backward."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.cuda.stream(self.stream))
-            for each in self.autocast:
-                stack.enter_context(torch.autocast(*each))
+            for context in self.contexts:
+                stack.enter_context(context())
             loss = self.loss_fn(self.optimizer.model, batch)
             is_loss = isinstance(loss, Tensor) and not loss.ndim and loss.requires_grad
             refuse(not is_loss, "loss_fn must return a scalar tensor that has a graph")
@@ -241,14 +234,14 @@ class Accumulation:
             (loss * self.reducer.loss_scale).backward()  # type: ignore[no-untyped-call]
             self.losses.append(loss.detach())
 
-    def called(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def called(self, block: nn.Module, call: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A block is called: wait for the other lanes; in forward, compute it within a checkpoint."""
 
         def run(*args: Any) -> Any:
             if in_backward():
                 refuse(not self.lane.is_back, "loss_fn calls backward() or torch.autograd.grad()")
                 self.lane.stand(block)
-            return self.calls[block](*args, **kwargs)
+            return call(*args, **kwargs)
 
         if not in_backward():
             self.lane.stand(block)
@@ -259,9 +252,7 @@ class Accumulation:
         known = contents(watched)
         with self.keeping:
             result = checkpoint(run, *args, use_reentrant=False)
-        words = (
-            f"block {self.names[block]!r} writes into its arguments (use_cache=False) or buffers"
-        )
+        words = f"block {self.names[block]!r} writes into its arguments (use_cache=) or buffers"
         refuse(contents(watched) != known, words)
         return result
 
@@ -280,7 +271,7 @@ class Accumulation:
         reducer.waiting = waiting
 
 
-def contents(value: Any, depth: int = 5) -> list[tuple[int, int]]:
+def contents(value: Any, depth: int = 5) -> list[Any]:
     """Identity and version of all tensors that a value leads to, through its attributes too."""
     found = []
     for leaf in tree_leaves(value):

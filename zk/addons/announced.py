@@ -5,8 +5,6 @@ or waits until the group's timeout. Announced are the operation, the unit, and t
 elements; parts and other groups announce nothing. Uses of the core: the seam ``comm``, the collectives of Comm.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -24,22 +22,17 @@ class Announced(Addon):
 
     def comm(self, comm: Comm) -> Comm:
         if comm.size > 1:
-            self.own = host_group(comm.group or dist.group.WORLD, of_its_own=True)
+            self.own = Comm(host_group(comm.group or dist.group.WORLD, of_its_own=True))
             for name in ("all_gather", "reduce_scatter", "rows", "words", "broadcast"):
-                vars(comm)[name] = partial(self.run, comm, name, getattr(comm, name))
+                vars(comm)[name] = partial(self.run, name, getattr(comm, name))
         return comm
 
-    def run(self, comm: Comm, name: str, plain: Any, about: str, value: Any, *given: Any) -> Any:
-        """A collective, after an exchange of words over connections of their own.
-
-        RuntimeError on all ranks if one is about to do something else.
-        """
+    def run(self, name: str, plain: Any, about: str, value: Any, *given: Any) -> Any:
+        """A collective, after an exchange of words; RuntimeError on all ranks where they differ."""
         what = f"{value.numel()} {value.dtype}" if isinstance(value, Tensor) else "values"
         what = f"{len(value)} numbers" if name == "rows" else what
         text = f"{name} of {about!r}, {what}"
-        said: list[Any] = [text] * comm.size
-        with comm.named("announcement", text):
-            dist.all_gather_object(said, text, group=self.own)
+        said = self.own.words(text, text)
         each = "; ".join(f"rank {rank}: {words}" for rank, words in enumerate(said))
         require(
             len({*said}) == 1,

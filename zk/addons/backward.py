@@ -21,11 +21,11 @@ import torch
 from zk.addon import Addon
 from zk.config import is_count
 from zk.logs import require
-from zk.memory import host_memory, zeros
+from zk.memory import host_memory
 from zk.offload.drive import FileChunk
 from zk.offload.rules import AdamRule, StepRule
 from zk.offload.tiers import CPU, Chunk, Fields, HostChunk
-from zk.optimizer import ZeroOptimizer, options_of
+from zk.optimizer import options_of
 from zk.parallel.gradient import Gradient
 from zk.store import Step, UnitStore
 
@@ -36,20 +36,18 @@ class Backward(Addon):
     def __init__(self) -> None:
         self.executor = ThreadPoolExecutor(1, "zk-update")
         self.last: Any = self.executor.submit(bool)  # of all that it was asked for
-        # by chunk; none where there is no room
-        self.shadows: dict[UnitStore, list[Fields]] = {}
+        self.shadows = dict[UnitStore, list[Fields]]()  # by chunk; none where there is no room
         # the unit as it was, the supposed step, a Future
-        self.attempts: dict[UnitStore, Any] = {}
+        self.attempts = dict[UnitStore, Any]()
         # reductions since the last step, and before it
-        self.counts: Counter[UnitStore] = Counter()
-        self.expected: Counter[UnitStore] = Counter()
+        self.counts, self.expected = Counter[UnitStore](), Counter[UnitStore]()
 
     def check(self, model: Any, optimizers: object, config: Any) -> None:
         near = config.device or next(model.parameters()).device
         said = "overlap_step='backward' on GPUs needs optimizer_tier='host' or 'nvme'; got 'device'"
         require(config.optimizer_tier != "device" or near.type == "cpu", said)
 
-    def attach(self, optimizer: ZeroOptimizer) -> None:
+    def attach(self, optimizer: Any) -> None:
         self.optimizer, budget = optimizer, optimizer.config.host_budget
         used = sum(optimizer.summary().nbytes.get("host", {}).values())
         room = host_memory()[1] // 2 // optimizer._layout.comm.size
@@ -59,18 +57,19 @@ class Backward(Addon):
             # other rules may send what they make
             is_here &= type(store.rule) in (AdamRule, StepRule)
             is_here &= store.param.device == store.states[0].device == CPU
-            pairs = [("param", store.unit.dtype), *store.codec.fields.items()]
-            nbytes = store.unit.shard_numel * sum(dtype.itemsize for _, dtype in pairs)
+            kept = {"param": store.unit.dtype, **store.codec.fields}
+            nbytes = store.unit.shard_numel * sum(dtype.itemsize for dtype in kept.values())
             chunks = store.states * (is_here and nbytes <= room)
             room -= nbytes * bool(chunks)
-            self.shadows[store] = [{n: zeros(c.numel, d, CPU) for n, d in pairs} for c in chunks]
+            self.shadows[store] = [Chunk(kept, chunk.numel, CPU).fields for chunk in chunks]
 
     def reduced(self, store: UnitStore) -> None:
         """Begin, if there were as many reductions as before the last step."""
         self.changing(store, 0)
         self.counts[store] += 1
         if self.counts[store] == self.expected[store]:
-            options = {id(group): options_of(group) for group in store.groups}
+            groups = self.optimizer.param_groups
+            options = {id(group): options_of(group) for group in groups}
             self.begin(store, Step(1.0 / self.optimizer._scaler.scale, options))
 
     def begin(self, store: UnitStore, step: Step) -> None:
@@ -124,11 +123,10 @@ class Backward(Addon):
 
     def is_right(self, store: UnitStore, step: Step, twin: Any, supposed: Step, done: Any) -> bool:
         """Tell if a unit's shadow is what its update would make."""
-        old, new = twin.grad, store.grad
-        same = all(step.options[key] == value for key, value in supposed.options.items())
-        same &= supposed.scale == step.scale and old.factors == new.factors
-        same &= old.present == new.present and [*map(id, old.squares)] == [*map(id, new.squares)]
-        return same and not done.cancelled() and done.exception() is None
+        grads = twin.grad, store.grad
+        old, new = ((one.factors, one.present, [*map(id, one.squares)]) for one in grads)
+        is_made = not done.cancelled() and done.exception() is None
+        return is_made and supposed == step and old == new
 
     def take(self, store: UnitStore, number: int, step: Step) -> None:
         """Make the shadow of chunk ``number`` the unit's states."""

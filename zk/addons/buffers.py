@@ -4,23 +4,18 @@ DDP gives them before each forward. Every optimizer has it. Uses of the core: th
 ``around_update``, ``Comm.words``, ``Comm.broadcast``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zk.addon import Addon
-from zk.optimizer import ZeroOptimizer
-from zk.parallel.comm import Comm
 
 
 class Buffers(Addon):
-    def attach(self, optimizer: ZeroOptimizer) -> None:
+    def attach(self, optimizer: Any) -> None:
         self.optimizer, self.written = optimizer, set[str]()  # modules
         # where buffers were, and their versions, in the first step
-        self.before: dict[str, Any] | None = None
+        self.before: Any = None
 
     def around_update(self, run: Any) -> Any:
         """Ranks ask each other ever more rarely, and at each step once something is written."""
@@ -30,7 +25,7 @@ class Buffers(Addon):
             self.share(comm, dict(self.optimizer.model.named_buffers()))
         return run
 
-    def share(self, comm: Comm, here: dict[str, Tensor]) -> None:
+    def share(self, comm: Any, here: Any) -> None:
         """Give all ranks the first one's buffers, but for those whose shape differs by rank."""
         now = {name: (buffer.data_ptr(), buffer._version) for name, buffer in here.items()}
         before = self.before or {}

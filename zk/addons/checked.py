@@ -4,10 +4,8 @@ One warning of a model that computes in 16 bits on a CPU without kernels for it.
 it. Uses of the core: RUNTIMES, dtypes_of, ``Runtime.stores``, ``Layout.owners``; three seams.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,11 +16,10 @@ from torch.utils._pytree import tree_leaves
 from zk.addon import Addon
 from zk.config import NAMES
 from zk.logs import log, require
-from zk.optimizer import ZeroOptimizer
 from zk.parallel.runtime import RUNTIMES
 from zk.precision import dtypes_of
 
-Names = dict[Tensor, str]
+Names = dict[Any, str]
 FP4 = getattr(torch, "float4_e2m1fn_x2", None)
 WRAPPERS = {  # classes of modules that share gradients themselves
     "DistributedDataParallel": "pass model.module",
@@ -30,30 +27,25 @@ WRAPPERS = {  # classes of modules that share gradients themselves
     "FullyShardedDataParallel": "pass the model as it was before FSDP",
     "FSDPModule": "pass the model as it was before fully_shard",
 }
-FAULTS: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
-    (
-        lambda p: any(p in runtime.store_of for runtime in RUNTIMES),
-        "belongs to another ZeroOptimizer; close() that one first, or make the model anew",
+FAULTS: dict[str, Any] = {  # what is wrong with a parameter -> tells if it is
+    "belongs to another ZeroOptimizer; close() that one first, or make the model anew": (
+        lambda p: any(p in runtime.store_of for runtime in RUNTIMES)
     ),
-    (nn.parameter.is_lazy, "has no shape yet (a lazy module); run one forward of the model first"),
-    (
-        lambda p: p.dtype is FP4,
-        "is {0.dtype}, which torch cannot copy; keep it as param.view(torch.uint8)",
+    "has no shape yet (a lazy module); run one forward of the model first": nn.parameter.is_lazy,
+    "is {0.dtype}, which torch cannot copy; keep it as param.view(torch.uint8)": (
+        lambda p: p.dtype is FP4
     ),
-    (
-        is_traceable_wrapper_subclass,
-        "is a {0.__class__.__name__}, whose values are in other tensors or codes; zk takes plain tensors: build the "
-        "model without quantization, DTensors and tensor parallelism",
+    "is a {0.__class__.__name__}, whose values are in other tensors or codes; zk takes plain "
+    "tensors: build the model without quantization, DTensors and tensor parallelism": (
+        is_traceable_wrapper_subclass
     ),
-    (
-        lambda p: p.layout is not torch.strided,
-        "is {0.layout}, and zk takes dense tensors: make it of to_dense()",
+    "is {0.layout}, and zk takes dense tensors: make it of to_dense()": (
+        lambda p: p.layout is not torch.strided
     ),
-    (
-        lambda p: any(n > 1 and not step for n, step in zip(p.shape, p.stride(), strict=True)),
-        "is expanded, and elements that share memory cannot be updated; use expanded.clone()",
+    "is expanded, and elements that share memory cannot be updated; use expanded.clone()": (
+        lambda p: any(n > 1 and not step for n, step in zip(p.shape, p.stride(), strict=True))
     ),
-)
+}
 
 
 class Checked(Addon):
@@ -62,7 +54,7 @@ class Checked(Addon):
     made: Any = ()  # the optimizer, once it is
 
     def check(self, model: nn.Module, optimizers: Any, config: Any) -> None:
-        names: Names = {param: name for name, param in model.named_parameters()}
+        self.names = names = {param: name for name, param in model.named_parameters()}
         check_modules(model)
         for optimizer in optimizers:
             check_optimizer(optimizer)
@@ -70,26 +62,29 @@ class Checked(Addon):
         check_memory_is_own(model, names)
         check_trained(names, optimizers, dtypes_of(model, config.dtype, config.keep_dtype))
 
-    def attach(self, optimizer: ZeroOptimizer) -> None:
+    def attach(self, optimizer: Any) -> None:
         self.made = (optimizer,)
-        units = [store.unit for store in optimizer._runtime.stores]
-        for dtype in {unit.dtype for unit in units if unit.device.type == "cpu"}:
-            warn(dtype)
+        for store in optimizer._runtime.stores if optimizer._layout.device.type == "cpu" else ():
+            warn(store.unit.dtype)
 
     def before_step(self) -> None:
         """Refuse gradients of parameters that were unfrozen: nothing trains them."""
         for one in self.made:
-            stores = one._runtime.stores if one._trained else ()  # else it is being closed
-            for unit in [store.unit for store in stores if not store.unit.is_trained]:
-                for name, param in zip(unit.names, unit.params, strict=True):
-                    is_lost = param.grad is not None or unit.dtype not in NAMES
-                    require(
-                        not (is_lost and param.requires_grad and param in one._layout.owners),
-                        f"parameter {name!r} ({unit.dtype}) was unfrozen after the ZeroOptimizer was "
-                        "made, which does not train it: give growing=True for fp32, bf16 and fp16, and "
-                        "call the model after it; or close() it and make another",
-                        RuntimeError,
-                    )
+            for param in unfrozen(one) if one._trained else ():  # else it is being closed
+                require(
+                    param.grad is None and param.dtype in NAMES,
+                    f"parameter {self.names[param]!r} ({param.dtype}) was unfrozen after the "
+                    "ZeroOptimizer was made, which does not train it: give growing=True for fp32, bf16 "
+                    "and fp16, and call the model after it; or close() it and make another",
+                    RuntimeError,
+                )
+
+
+def unfrozen(optimizer: Any) -> dict[nn.Parameter, Any]:
+    """Parameters of groups that were frozen when the units were made: the stores that have them."""
+    stores = optimizer._runtime.store_of
+    params = [param for param in optimizer._layout.owners if param.requires_grad]
+    return {param: stores[param] for param in params if not stores[param].unit.is_trained}
 
 
 @functools.cache
@@ -137,10 +132,10 @@ def check_params(names: Names, device: torch.device | None) -> None:
     """Parameters can be taken, and move to ``device`` unless it is None."""
     require(names, "model has no parameters")
     for param, name in names.items():
-        for is_faulty, words in FAULTS:
+        for words, is_faulty in FAULTS.items():
             require(not is_faulty(param), f"parameter {name!r} {words.format(param)}")
-    places = {str(param.device): name for param, name in reversed(names.items())}
-    homes = " and ".join(f"{name!r} on {place}" for place, name in reversed(places.items()))
+    places = {param.device: name for param, name in names.items()}
+    homes = " and ".join(f"{name!r} on {place}" for place, name in places.items())
     require(
         device is not None or len(places) == 1,
         f"all parameters must be on one device; there is {homes}: call model.to(device), or "
@@ -151,22 +146,22 @@ def check_params(names: Names, device: torch.device | None) -> None:
 def check_trained(names: Names, optimizers: Any, dtype_of: Any) -> None:
     """Parameters of optimizers are the model's, of one optimizer each, and of a dtype to train."""
     owners: dict[Tensor, Any] = {}
-    groups = [(one, group) for one in optimizers for group in one.param_groups]
-    for optimizer, param in ((one, param) for one, group in groups for param in group["params"]):
-        require(
-            param in names,
-            f"a parameter of shape {tuple(param.shape)} is not one of model.parameters(); make the "
-            "optimizer of the model that is passed",
-        )
-        require(
-            owners.setdefault(param, optimizer) is optimizer,
-            f"parameter {names[param]!r} is in two of the optimizers; give it to one",
-        )
-        require(
-            not param.requires_grad or dtype_of(param) in NAMES,
-            f"parameter {names[param]!r} is {param.dtype}; zk trains fp32, bf16 and fp16: freeze it, "
-            "convert it, or pass dtype= (which casts fp64 too, but for keep_dtype=)",
-        )
+    for optimizer in optimizers:
+        for param in [p for group in optimizer.param_groups for p in group["params"]]:
+            require(
+                param in names,
+                f"a parameter of shape {tuple(param.shape)} is not one of model.parameters(); make "
+                "the optimizer of the model that is passed",
+            )
+            require(
+                owners.setdefault(param, optimizer) is optimizer,
+                f"parameter {names[param]!r} is in two of the optimizers; give it to one",
+            )
+            require(
+                not param.requires_grad or dtype_of(param) in NAMES,
+                f"parameter {names[param]!r} is {param.dtype}; zk trains fp32, bf16 and fp16: freeze "
+                "it, convert it, or pass dtype= (which casts fp64 too, but for keep_dtype=)",
+            )
 
 
 def check_memory_is_own(model: nn.Module, names: Names) -> None:

@@ -3,8 +3,6 @@
 Every optimizer has them. Uses of the core: the seam ``tier``; ``Drive.file``, ``File.system``.
 """
 
-from __future__ import annotations
-
 import errno
 from typing import Any
 
@@ -20,7 +18,7 @@ class Checksums(Addon):
 
     def __init__(self) -> None:
         # by file and block: start -> stop and checksum of parts, which do not overlap
-        self.parts: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
+        self.parts: dict[Any, Any] = {}
 
     def tier(self, unit: Any, what: str, tier: Any) -> Any:
         if isinstance(tier, Drive) and tier.file.system is not self:

@@ -3,17 +3,12 @@
 It is there for every optimizer. Uses of the core: the seams ``check`` and ``comm``, ``Comm.words``.
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import Any
 
 import torch
-from torch import nn
 
 from zk.addon import Addon
-from zk.config import ZeroConfig
-from zk.parallel.comm import Comm
 
 # options that may differ by rank
 OWN = "process_group", "nvme_path", "device", "num_threads", "device_budget", "host_budget"
@@ -25,7 +20,7 @@ class Compared(Addon):
     A checksum goes first: ranks that agree exchange nothing else.
     """
 
-    def check(self, model: nn.Module, optimizers: Any, config: ZeroConfig) -> None:
+    def check(self, model: Any, optimizers: Any, config: object) -> None:
         values = {name: value for name, value in vars(config).items() if name not in OWN}
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         for number, group in enumerate(groups):
@@ -38,22 +33,21 @@ class Compared(Addon):
             values[f"parameter {name!r}"] = said
         self.values = {name: str(readable(value)) for name, value in values.items()}
 
-    def comm(self, comm: Comm) -> Comm:
+    def comm(self, comm: Any) -> Any:
         agree(comm, "options and models", self.values)
         return comm
 
 
-def agree(comm: Comm, about: str, mine: dict[str, Any]) -> None:
+def agree(comm: Any, about: str, mine: dict[str, Any]) -> None:
     """ValueError on all ranks where one has another value, by its name: who has what."""
     if len({*comm.words(about, zlib.crc32(repr(sorted(mine.items())).encode()))}) > 1:
         said = comm.words(about, mine)
-        names = (name for each in said for name in each)
-        name = next(name for name in names if len({each.get(name) for each in said}) > 1)
-        first, *others = (each.get(name, "nothing") for each in said)
-        rank, other = next(pair for pair in enumerate(others, 1) if pair[1] != first)
+        first, rank = said[0], next(rank for rank, each in enumerate(said) if each != said[0])
+        other = said[rank]
+        name = next(name for name in first | other if first.get(name) != other.get(name))
         raise ValueError(
-            f"{about} must be the same on all ranks: {name} is {first} on rank 0 and {other} on rank "
-            f"{rank}"
+            f"{about} must be the same on all ranks: {name} is {first.get(name, 'nothing')} on rank 0 "
+            f"and {other.get(name, 'nothing')} on rank {rank}"
         )
 
 

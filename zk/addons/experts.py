@@ -13,8 +13,6 @@ Uses of the core: the seams ``blocks``, ``attach``; ``Comm.rows``; ``Runtime.use
 ``gathered``, ``release``, ``end_of_backward``, ``handles``; its stores; ``Reducer.before_gather``.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -23,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from zk.addon import Addon
 from zk.logs import require
-from zk.optimizer import ZeroOptimizer
 from zk.parallel.gradient import in_backward
 from zk.parallel.runtime import hooks_around
 from zk.store import UnitStore
@@ -35,20 +32,20 @@ NONE = -1  # the number of no unit
 class Experts(Addon):
     def __init__(self, value: bool) -> None:
         require(value is True, f"experts must be True or False; got {value!r}")
-        self.around, self.experts = list[nn.Module](), set[nn.Module]()  # blocks; experts
+        self.around = list[nn.Module]()  # the blocks with experts
         self.depth = 0  # of calls of these blocks
         self.open: list[UnitStore] = []  # experts that ranks have gathered together
 
-    def blocks(self, model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-        found = dict(blocks)
+    def blocks(self, model: object, blocks: Any) -> Any:
+        found = dict[str, nn.Module]()
         for name, block in blocks.items():
             inner = {f"{name}.{key}": expert for key, expert in blocks_of(block).items()}
             self.around += [block] * bool(inner)
             found |= inner
-            self.experts |= {*inner.values()}
-        return found
+        self.experts = {*found.values()}
+        return blocks | found
 
-    def attach(self, optimizer: ZeroOptimizer) -> None:
+    def attach(self, optimizer: Any) -> None:
         runtime: Any = optimizer._runtime
         self.runtime, self.ranks = runtime, optimizer._layout.comm
         self.plain, end = runtime.use, runtime.end_of_backward

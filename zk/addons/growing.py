@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zk.addon import Addon
+from zk.addons.checked import unfrozen
 from zk.addons.compared import agree
 from zk.addons.whole import Whole
 from zk.logs import require
@@ -34,11 +35,7 @@ class Growing(Addon):
     def grow(self, *_: Any) -> None:
         one = self.one
         layout, runtime = one._layout, one._runtime
-        stores = {
-            store: p
-            for p in layout.owners
-            if p.requires_grad and not (store := runtime.store_of[p]).unit.is_trained
-        }
+        stores = dict.fromkeys(unfrozen(one).values())
         if not stores or runtime.depth or torch.is_inference_mode_enabled():
             return
         one.synchronize()

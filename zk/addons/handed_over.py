@@ -10,8 +10,6 @@ Every optimizer has it, without an option. Uses of the core: ``ZeroOptimizer._in
 ``gather``, ``UnitStore.read``; RUNTIMES, ``Runtime.handles``, which are removed when it is closed.
 """
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 from typing import Any
@@ -52,16 +50,12 @@ class HandedOver(Addon):
     def __bool__(self) -> bool:
         return self.runtime in RUNTIMES
 
-    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+    def __reduce__(self) -> Any:
         return bool, ()
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """Make ``state_dict()`` and ``load_state_dict()`` of a module whole.
-
-    What is read goes to host memory, one parameter at a time. What is loaded needs the parameters of
-    this one module in full.
-    """
+    """Make ``state_dict()`` (in host memory) and ``load_state_dict()`` of one module whole."""
     loading = contextlib.ExitStack()
 
     def read(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

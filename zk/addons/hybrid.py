@@ -7,17 +7,15 @@ same as well: each rank writes what it reduces. Hybrid sharding: PyTorch FSDP, a
 Uses of the core: the seams ``check`` and ``comm``; Comm, of which ``sharers`` differ from all ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from zk.addon import Addon
-from zk.config import ZeroConfig
+from zk.config import PARSERS
 from zk.logs import require
-from zk.parallel.comm import Collective, Comm
+from zk.parallel.comm import Comm
 
 
 class HybridComm(Comm):
@@ -47,20 +45,17 @@ class HybridComm(Comm):
     def reduce_scatter(self, about: str, bucket: Tensor) -> Tensor:
         return super().reduce_scatter(about, bucket.view(self.size, -1)[self.parts].flatten())
 
-    def all_gather(
-        self, about: str, shard: Tensor, full: Tensor | None = None
-    ) -> tuple[Tensor, Collective]:
+    def all_gather(self, about: str, shard: Tensor, full: Any = None) -> Any:
         return self.replicas.all_gather(about, shard, full)
 
 
 class Hybrid(Addon):
     def __init__(self, group: Any) -> None:
-        words = f"shard_group must be a ProcessGroup (mesh['shard'].get_group()); got {group!r}"
-        require(isinstance(group, dist.ProcessGroup), words, TypeError)
+        PARSERS["process_group"](group, "shard_group")
         self.group = group
 
-    def check(self, model: nn.Module, optimizers: Any, config: ZeroConfig) -> None:
-        require(config.stage > 0, "shard_group= needs stage 1, 2 or 3: at stage 0 nothing is a shard")
+    def check(self, model: object, optimizers: object, config: Any) -> None:
+        require(config.stage, "shard_group= needs stage 1, 2 or 3: at stage 0 nothing is a shard")
         require(not config.options.get("announce"), "shard_group= and announce=True: remove one")
 
     def comm(self, comm: Comm) -> Comm:

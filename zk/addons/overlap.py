@@ -5,17 +5,13 @@ core: the seams ``check``, ``updater``, ``updated``; ``UnitStore.updating``,
 ``ZeroOptimizer._update_units``.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from zk.addon import Addon, found
-from zk.config import ZeroConfig
 from zk.logs import require
-from zk.optimizer import ZeroOptimizer
 from zk.store import Step, UnitStore
 
 
@@ -35,14 +31,14 @@ class Overlap(Addon):
         self.executor = ThreadPoolExecutor(1, "zk-update")
         self.pending: dict[UnitStore, Future[None]] = {}
 
-    def check(self, model: object, optimizers: object, config: ZeroConfig) -> None:
+    def check(self, model: object, optimizers: object, config: Any) -> None:
         require(
             config.stage == 3,
             f"overlap_step=True needs stage=3; got stage={config.stage}, where parameters are read at "
             "any time, and would be those before the update: use stage=3, or remove it",
         )
 
-    def attach(self, optimizer: ZeroOptimizer) -> None:
+    def attach(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
     def updater(self) -> Any:
@@ -50,11 +46,11 @@ class Overlap(Addon):
 
     def begin(self, stores: list[UnitStore], step: Step) -> None:
         """Update in the order of forward, and return at once."""
-        self.pending = {store: Future() for store in stores}
+        used = {*stores}
+        self.pending = {store: Future() for store in self.optimizer._trained if store in used}
         for store, future in self.pending.items():
             store.updating = future.result
-        in_order = [store for store in self.optimizer._trained if store in self.pending]
-        self.executor.submit(self.run, in_order, step)
+        self.executor.submit(self.run, [*self.pending], step)
 
     @torch.no_grad()
     def run(self, stores: list[UnitStore], step: Step) -> None:

@@ -5,16 +5,13 @@ access waits, ``point``, ``changed``, ``take_back``; ``Runtime.broken``, ``relea
 ``ZeroOptimizer._settle`` and ``close``, which are replaced meanwhile.
 """
 
-from __future__ import annotations
-
 import io
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_64
+from xxhash import xxh3_64_intdigest as checksum
 
 from zk.logs import require
 from zk.memory import empty, trim
@@ -30,7 +27,7 @@ class Parked:
     room there; RuntimeError if all of it does not come back, and ``synchronize()`` tries again.
     """
 
-    def __init__(self, optimizer: ZeroOptimizer, path: str | Path | None = None) -> None:
+    def __init__(self, optimizer: ZeroOptimizer, path: Any = None) -> None:
         self.optimizer, self.path, self.is_inside = optimizer, path, False
         self.runtime, self.stores = optimizer._runtime, optimizer._runtime.stores
 
@@ -38,7 +35,7 @@ class Parked:
         self.optimizer.synchronize()
         with self.optimizer._layout.comm.together("parked()"):
             self.save(self.optimizer._layout.device)
-        self.words = self.runtime.broken = "the optimizer is parked: leave 'with parked():' first"
+        self.runtime.broken = "the optimizer is parked: leave 'with parked():' first"
         vars(self.optimizer).update(_settle=self.refuse, close=self.refuse)
         for place, name, *_ in self.tensors:
             place[name] = torch.empty(0)
@@ -59,45 +56,48 @@ class Parked:
         for owner in (link := link_to(device), *owners):
             getattr(owner, "wait", bool)()  # until nothing moves
         places = [place for o in owners for place in (vars(o), getattr(o, "fields", {}))]
-        named = [(place, *item) for place in places for item in place.items()]
-        found = [e for e in named if isinstance(e[2], Tensor) and (is_all or e[2].device != CPU)]
-        spans = [(storage_of(t), t.storage_offset() * t.itemsize, t.nbytes) for *_, t in found]
-        self.tensors = [(*e[:2], *s, e[2].dtype) for e, s in zip(found, spans, strict=True)]
+        found = [
+            (place, name, t)
+            for place in places
+            for name, t in place.items()
+            if isinstance(t, Tensor) and (is_all or t.device != CPU)
+        ]
+        self.tensors = [
+            (place, name, storage_of(t), t.storage_offset() * t.itemsize, t.nbytes, t.dtype)
+            for place, name, t in found
+        ]
         self.file: Any = TemporaryFile(dir=self.path) if is_all else io.BytesIO()  # noqa: SIM115
-        self.sizes, self.digest = dict[int, Any](), xxh3_64()
+        self.sizes: Any = {}
         for key, t in {storage_of(t): t for *_, t in found}.items():
-            numel = t.untyped_storage().nbytes() // t.itemsize
-            values = t.as_strided((numel,), (1,), 0).view(torch.uint8)
+            values = t.new_empty(0, dtype=torch.uint8).set_(t.untyped_storage())
             own = link if values.data_ptr() in getattr(link, "pinned", ()) else None
-            self.sizes[key] = len(values), t.device, own  # page-locked again
-            self.file.write(copied := values.cpu().numpy())
-            self.digest.update(copied)
+            self.file.write(copied := values.cpu().numpy().data)
+            self.sizes[key] = len(values), t.device, own, checksum(copied)  # page-locked again
         self.file.flush()
 
     def refuse(self, *_: Any, **__: Any) -> None:
         """Refuse all inside; where memory has not come back, try again."""
-        require(not self.is_inside, self.words, RuntimeError)
+        require(not self.is_inside, self.runtime.broken, RuntimeError)
         self.__exit__()
 
     @torch.inference_mode(False)
     def __exit__(self, *_: Any) -> None:
-        self.is_inside, memory, digest = False, dict[int, Tensor](), xxh3_64()
+        self.is_inside, memory = False, dict[int, Tensor]()
         vars(self.optimizer).pop("close", None)
         try:
             self.file.seek(0)
-            for key, (nbytes, device, link) in self.sizes.items():
+            for key, (nbytes, device, link, digest) in self.sizes.items():
                 values = empty(nbytes, torch.uint8, CPU, link)
                 self.file.readinto(values.numpy())
-                digest.update(values.numpy().data)
+                require(checksum(values.numpy().data) == digest, "it reads as other bytes", OSError)
                 memory[key] = values.to(device)
-            require(digest.digest() == self.digest.digest(), "it reads as other bytes", OSError)
         except Exception as error:
             memory.clear()
-            self.words = self.runtime.broken = (
+            self.runtime.broken = (
                 f"what was parked in {self.path or 'memory'} has not come back: {error!r}; it is "
                 "still there: free memory, and optimizer.synchronize() tries again"
             )
-            raise RuntimeError(self.words) from error
+            raise RuntimeError(self.runtime.broken) from error
         for place, name, key, first, nbytes, dtype in self.tensors:
             place[name] = memory[key][first : first + nbytes].view(dtype)
         names = [store.unit.names[index] for store in self.stores for index in store.changed()]

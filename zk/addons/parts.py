@@ -7,17 +7,13 @@ Every optimizer has it; it acts where these are given, or parameters are DTensor
 dimension. These are trained as local tensors: those with Shard are parts, all other parameters
 replicated. Modules still read DTensors; what autograd saves of these stays until backward.
 
-The norm for clipping and the overflow of the loss scale are over all parts, and count replicated
-parameters once. The framework sees to it that these begin alike and get the same gradient on all
-parts: step() compares its norms. Each part has its own ``part-I-of-N`` in a checkpoint's folder.
+The norm and the overflow of the loss scale are over all parts, and count replicated parameters once.
+These begin alike, and get the same gradient on all parts, by the framework: step() compares norms.
 
 Uses of the core: the seams ``check``, ``comm``, ``kind``, ``totals``, ``attach``, ``closed``; Comm,
 UsedParameters, ``Layout.sharers``, ``squares_of`` gradients; it wraps what saves and loads.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Hashable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +24,6 @@ from torch import nn
 from zk.addon import Addon
 from zk.config import PARSERS, ZeroConfig
 from zk.logs import require
-from zk.optimizer import ZeroOptimizer
 from zk.parallel.comm import Comm
 from zk.parallel.gradient import squares_of
 from zk.parallel.runtime import UsedParameters
@@ -58,9 +53,7 @@ class Parts(Addon):
             found = {name for name in names if f".{name}".endswith(f".{end}")}
             require(found, f"replicated_params: no parameter's name is, or ends with, {end!r}")
             self.replicated |= found
-        self.make_local(names)
-        whole = {name: p.whole for name, p in model.named_parameters() if hasattr(p, "whole")}
-        if whole:
+        if whole := self.make_local(names):
             words = "DTensors say which ranks hold other parts: remove model_parallel_group="
             require(self.group is None, words)
             self.group, *more = {one.device_mesh.get_group() for one in whole.values()}
@@ -85,10 +78,10 @@ class Parts(Addon):
             )
         return comm
 
-    def kind(self, name: str, param: nn.Parameter) -> Hashable:
+    def kind(self, name: str, param: nn.Parameter) -> bool:
         return name in self.replicated
 
-    def attach(self, optimizer: ZeroOptimizer) -> None:
+    def attach(self, optimizer: Any) -> None:
         self.optimizer = optimizer
         self.exchange({})
         for name in ("save_checkpoint", "load_checkpoint") if self.parts.size > 1 else ():
@@ -98,8 +91,8 @@ class Parts(Addon):
         """The squares of all parts, less those of replicated parameters beyond the first part's."""
         if self.parts.size == 1:
             return sums
-        stores = [s for s in self.optimizer._trained if s.unit.names[0] in self.replicated]
-        mine = squares_of(store.grad for store in stores)
+        trained = self.optimizer._trained
+        mine = squares_of(s.grad for s in trained if s.unit.names[0] in self.replicated)
         own, alike = self.compare(*sums, *self.optimizer._layout.sharers.total("norm", [mine]))
         require(
             not max(alike) - min(alike) > 1e-3 * max(alike),
@@ -110,10 +103,7 @@ class Parts(Addon):
         return [*own, -sum(alike[1:])]  # not finite, or NaN, where any of them is
 
     def compare(self, *mine: float) -> Any:
-        """Numbers of each part, in one exchange.
-
-        RuntimeError where a step, or loading a checkpoint, has failed in some parts alone.
-        """
+        """Numbers of each part. RuntimeError where a step, or a load, has failed in some alone."""
         rows = self.parts.rows("steps of parts", [self.optimizer.num_steps, *mine])
         steps, *values = zip(*rows, strict=True)
         said = [*map(int, steps)]
@@ -121,7 +111,7 @@ class Parts(Addon):
         require(len({*said}) == 1, words, RuntimeError)
         return values
 
-    def in_part(self, run: Callable[..., Any], directory: Any, **kwargs: Any) -> Any:
+    def in_part(self, run: Any, directory: Any, **kwargs: Any) -> Any:
         """Save or load this part's checkpoint."""
         if kwargs.get("keep") == 1:  # until all parts have the next one
             kwargs["keep"] = 2
@@ -137,8 +127,8 @@ class Parts(Addon):
 
     # ---- DTensors --------------------------------------------------------------------------------
 
-    def make_local(self, names: dict[str, Any]) -> None:
-        """Put this rank's part in the place of each DTensor: its ``whole``, without memory."""
+    def make_local(self, names: dict[str, Any]) -> dict[str, Any]:
+        """Put this rank's part in the place of each DTensor, its ``whole``; returns these by name."""
         found = {name: param for name, param in names.items() if hasattr(param, "placements")}
         for name, param in found.items():
             kinds = [type(placement).__name__ for placement in param.placements]
@@ -149,13 +139,14 @@ class Parts(Addon):
                 "Replicate over one dimension, as parallelize_module makes them (leave fully_shard "
                 "out), before they have a gradient, or states of an optimizer",
             )
-        made: dict[Any, Any] = {}
+        made: Any = {}
         for param in found.values():
             made[param] = local = nn.Parameter(param._local_tensor.detach(), param.requires_grad)
             if local.requires_grad:  # of a reduction that is in flight
                 local.register_hook(lambda grad: getattr(grad, "wait", lambda: grad)())
             param._local_tensor, vars(local)["whole"] = local.new_empty(0), param
         self.exchange(made)
+        return found
 
     def exchange(self, made: dict[Any, Any]) -> None:
         """Put parameters in the places of those they are made of; let modules read DTensors."""
@@ -165,8 +156,9 @@ class Parts(Addon):
                 table[name] = made.get(param, param)
             if any(hasattr(param, "whole") for param in table.values()):
                 module._parameters = Whole(table, getattr(table, "on_read", lambda _: None))
-        for group in (group for inner in self.inners for group in inner.param_groups):
-            group["params"] = [made.get(param, param) for param in group["params"]]
+        for inner in self.inners:
+            for group in inner.param_groups:
+                group["params"] = [made.get(param, param) for param in group["params"]]
 
 
 def whole_of(local: Any) -> Any:

@@ -1,11 +1,8 @@
 """Tensors without memory: whoever promises their values makes them once a unit is placed.
 
 A tensor on the meta device has a promise on its storage, so that all views and aliases have it too.
-Values are made one unit at a time; several ranks get those that the first one makes. It is there for
-every optimizer, without an option: zk.deferred_init and zk.load_pretrained promise.
+Values are made one unit at a time; several ranks get those of the first one. Every optimizer has it.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -14,7 +11,6 @@ from torch import Tensor, nn
 
 from zk.addon import Addon
 from zk.logs import require
-from zk.unit import Unit
 
 NAME = "_zk_promise"
 
@@ -36,10 +32,7 @@ def promise_of(tensor: Tensor) -> Any:
 
 def device_for(model: nn.Module) -> torch.device | None:
     """The device of the first promise for a parameter of the model, which all of it goes to."""
-    params = (param for param in model.parameters() if type(param) is nn.Parameter)
-    dense = (param for param in params if param.layout is torch.strided)
-    found = (getattr(param.untyped_storage(), NAME, None) for param in dense)
-    return next((by.device for by in found if by is not None), None)
+    return next((by.device for p in model.parameters() if (by := promise_of(p))), None)
 
 
 @torch.no_grad()
@@ -52,35 +45,33 @@ def give_memory(tensor: Tensor, values: Tensor) -> None:
 
 
 class Promised(Addon):
-    def device(self, model: nn.Module, device: torch.device | None) -> torch.device | None:
+    def device(self, model: nn.Module, device: Any) -> Any:
         return device or device_for(model)
 
     def check(self, model: nn.Module, *_: object) -> None:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             by = promise_of(tensor)
             require(
-                by is not None or not tensor.is_meta,
+                by or not tensor.is_meta,
                 f"{name!r} is on the meta device and nothing says what its values are; build the model "
                 "within zk.deferred_init(), or call zk.load_pretrained(model, path) first; convert it "
                 "by dtype= and device= alone",
             )
             require(
-                by is None or by.saw(tensor),
+                not by or by.saw(tensor),
                 f"{name!r} was written or converted after deferred_init or load_pretrained, where it had "
                 "no memory; initialize inside the context, and convert with ZeroOptimizer(dtype=...)",
                 RuntimeError,
             )
 
-    def fill(self, unit: Unit, views: list[Tensor], is_first: bool) -> None:
+    def fill(self, unit: Any, views: list[Tensor], is_first: bool) -> None:
         for param, view in zip(unit.params, views, strict=True):
-            by = promise_of(param)
-            if by is not None and is_first:
-                view.copy_(by.make(param))
-            if by is not None:
+            if by := promise_of(param):
+                if is_first:
+                    view.copy_(by.make(param))
                 give_memory(param, view)
 
     def attach(self, optimizer: Any) -> None:
         for buffer in optimizer.model.buffers():
-            by = promise_of(buffer)
-            if by is not None:
+            if by := promise_of(buffer):
                 give_memory(buffer, by.make(buffer).to(by.device, buffer.dtype))

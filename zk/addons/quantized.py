@@ -14,19 +14,17 @@ import json
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zk.addon import Addon
 from zk.logs import require
-from zk.optimizer import ZeroOptimizer
-from zk.parallel.comm import Comm
 from zk.parallel.runtime import Hook
 
 PACKS = "support_avx512bf16_for_cpu"  # in evaluation, to what no gradient goes through
 
 
 class Quantized(Addon):
-    def check(self, model: nn.Module, *_: object) -> None:
+    def check(self, model: Any, *_: object) -> None:
         self.undo, self.layers, self.seen = contextlib.ExitStack(), list[Any](), dict[Tensor, int]()
         for path, module in model.named_modules():
             for key, param in module.named_parameters(recurse=False):
@@ -44,13 +42,13 @@ class Quantized(Addon):
                     buffers = {f"{key}.{name}": value for name, value in parts}
                     self.layers.append((module, state, buffers))
 
-    def comm(self, comm: Comm) -> Comm:
+    def comm(self, comm: Any) -> Any:
         sizes = [[*map(Tensor.size, buffers.values())] for *_, buffers in self.layers]
         for said in comm.words("quantized bases", sizes) if sizes else ():
             require(said == sizes, "ranks have other quantized bases: load the same one on all")
         return comm
 
-    def attach(self, optimizer: ZeroOptimizer) -> None:
+    def attach(self, optimizer: object) -> None:
         at_end = self.undo.callback
         for module, state, buffers in self.layers:
             *_, text = buffers.values()

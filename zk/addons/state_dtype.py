@@ -4,7 +4,7 @@ With "8bit" the masters of bf16 parameters have 24 bits: 3 bytes of state where 
 Uses of the core: the seams ``rules`` and ``codec``.
 """
 
-from __future__ import annotations
+from typing import Any
 
 import torch
 
@@ -14,7 +14,6 @@ from zk.kernels.eight_bit import CODES
 from zk.kernels.reference import AdamStep
 from zk.logs import require
 from zk.offload.rules import AdamRule, Codec, Rules, is_plain_adam
-from zk.unit import Unit
 
 DTYPES = {
     "fp32": torch.float32,
@@ -28,14 +27,14 @@ DTYPES = {
 class StateDtype(Addon):
     """It stands before all other rules, and refuses optimizers that are not Adam."""
 
-    def __init__(self, value: str | torch.dtype) -> None:
+    def __init__(self, value: Any) -> None:
         require(value in DTYPES, f"state_dtype must be 'fp32', 'bf16' or '8bit'; got {value!r}")
         self.dtype = DTYPES[value]
 
     def rules(self, given: Rules) -> Rules:
         return [(self.is_for, AdamRule)]
 
-    def is_for(self, unit: Unit, inner: torch.optim.Optimizer) -> bool:
+    def is_for(self, unit: Any, inner: torch.optim.Optimizer) -> bool:
         """True; ValueError for what is not plain Adam, and what 8 bits cannot hold."""
         require(
             is_plain_adam(unit, inner),
@@ -49,7 +48,7 @@ class StateDtype(Addon):
                 AdamStep.of(group, True, 1).check_coded()
         return True
 
-    def codec(self, unit: Unit, given: Codec) -> Codec:
+    def codec(self, unit: Any, given: Codec) -> Codec:
         if not given.fields:
             return given
         return Codec(codec.state_fields(unit.dtype, AdamRule.names, self.dtype, True))

@@ -12,8 +12,6 @@ Uses of the core: the seam ``check``; ``UnitStore.update`` (replaced), ``open``,
 ``HostChunk.fields`` and ``note``; ``CudaLink.upload``, ``copy``, ``mark``, ``follow``, ``wait``.
 """
 
-from __future__ import annotations
-
 from copy import copy
 from functools import partial
 from time import perf_counter
@@ -77,10 +75,7 @@ class UpdateOn(Addon):
                     chunk.fields[name] = empty(len(field), field.dtype, CPU, link).copy_(field)
 
     def update(self, store: UnitStore, number: int, step: Step) -> None:
-        """Update chunk ``number`` by CPU threads, or begin to by way of the device.
-
-        The host goes on to the next chunk at once: that is how both sides work at a time.
-        """
+        """Update chunk ``number`` by CPU threads, or begin to by way of the device, and return."""
         self.due += self.share
         is_near = self.due >= 1
         self.due -= is_near

@@ -20,7 +20,6 @@ from torch import Tensor
 from zk.addon import Addon
 from zk.logs import require
 from zk.offload.rules import Codec, Group, Rules, StepRule, steps_as
-from zk.optimizer import ZeroOptimizer
 from zk.store import Step, UnitStore
 
 MUON = (torch.optim.Muon,)
@@ -51,7 +50,7 @@ class Whole(Addon):
     def rules(self, rules: Rules) -> Rules:
         return [*rules, (lambda unit, inner: steps_as(inner, MUON), WholeStep)]
 
-    def attach(self, optimizer: ZeroOptimizer) -> None:
+    def attach(self, optimizer: Any) -> None:
         for store in optimizer._trained:
             if isinstance(store.rule, WholeStep):
                 vars(store)["update"] = partial(update, store)
@@ -143,10 +142,7 @@ class Elementwise(Addon):
 
 
 class Parameterwise(Elementwise):
-    """``parameterwise=True``: what step() makes of a parameter depends on no other parameter.
-
-    The same trial, in which each parameter is updated whole, but apart from the others.
-    """
+    """``parameterwise=True``: the same trial of whole parameters, each apart from the others."""
 
     option, kind_of_rule = "parameterwise", WholeStep
     instead = "torch.optim.Muon or AdamW"

@@ -111,6 +111,7 @@ class HostChunk(Chunk):
         return self.link.beside(target, then)  # type: ignore[no-any-return]
 
     def upload(self, target: Tensor, name: str, part: slice = ALL) -> None:
+        """Start to copy a part of a field to ``target`` on the device, after what moves it."""
         self.note(self.link.upload(target, self.fields[name][part], self.moving(part)), part)
 
 

@@ -227,6 +227,10 @@ class Runtime:
                 self.begin_gather(store, False)
 
     def look_ahead(self, store: UnitStore, backward: bool) -> None:
+        """Fetch ``prefetch`` units that follow, and gather the next one.
+
+        A gather from a drive waits for its read, so that only one is begun.
+        """
         ahead = [store]
         while len(ahead) <= self.prefetch and (ahead[-1], backward) in self.following:
             ahead.append(self.following[ahead[-1], backward])
@@ -237,6 +241,7 @@ class Runtime:
             self.begin_gather(following, backward)
 
     def release(self, store: UnitStore) -> None:
+        """Free a unit's full parameters, unless somebody holds them, or backward begins with them."""
         if store is self.kept or self.held.get(store) or store not in self.gathered:
             return
         del self.gathered[store]
