@@ -25,7 +25,7 @@ from zk.kernels.numerics import BLOCK
 from zk.kernels.reduce_kernel import _reduce_kernel
 from zk.kernels.tiled_matmul_kernel import CONFIGS, _matmul_kernel
 
-ARCHITECTURES = (80, 90, 100)
+ARCHITECTURES = (80, 90, 100, 120)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 PROGRAM = Path(__file__).parent / "compile_kernels.py"
-ARCHITECTURES = (80, 90, 100)
+ARCHITECTURES = (80, 90, 100, 120)
 
 
 @functools.cache
