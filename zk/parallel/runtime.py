@@ -189,10 +189,13 @@ class Runtime:
             self.use(store)
 
     def use(self, store: UnitStore) -> None:
-        """Gather a unit, and start to bring those that followed it last time."""
+        """Gather a unit, and start to bring those that followed it last time.
+
+        What is held is not traced: one rank alone may use it, and all are to ask for the same.
+        """
         backward = in_backward()
         self.gather(store, backward)
-        if self.last is not store:
+        if self.last is not store and not self.held[store]:
             self.following[self.last, backward] = store
             self.last = store
             self.look_ahead(store, backward)
@@ -327,6 +330,7 @@ class Runtime:
         """Keep units gathered inside."""
         with contextlib.ExitStack() as stack:
             self.enter()
+            self.kept = None  # so that all are released, and what is changed by mistake is seen
             stack.callback(self.leave)
             for store in stores:
                 self.gather(store)
