@@ -7,10 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zk
-from tests.models import DEVICE, GPT, batch, loss_of, train
+from tests.models import DEVICE, GPT, WIDTH, batch, loss_of, train
+from tests.world import run_world
 from zk import unit
 from zk.store import UnitStore
 
@@ -75,3 +77,33 @@ def test_a_write_between_forward_and_backward_is_refused_for_what_is_kept_too() 
     loss.backward()
     with pytest.raises(RuntimeError, match=r"'norm\.weight' was changed, and at stage 3 that"):
         optimizer.step()
+
+
+def test_what_is_changed_in_gather_without_write_is_refused_at_its_end_for_what_was_kept_too() -> None:
+    model = gpt()
+    train(model, zk.ZeroOptimizer(model, adamw(model), stage=3), 2)
+    loss_of(model, batch(2))
+    with pytest.raises(RuntimeError, match=r"'norm\.weight' was changed"), zk.gather(model.norm.weight), torch.no_grad():
+        model.norm.weight.mul_(2.0)
+
+
+def looked_at(is_alone: bool) -> list[float]:
+    """Losses of training in which the first rank, or none, uses a block by itself before each step."""
+    model, losses = gpt(), list[float]()
+    optimizer = zk.ZeroOptimizer(model, adamw(model), stage=3)
+    for seed in range(4):
+        loss = loss_of(model, batch(seed))
+        loss.backward()
+        with zk.gather(model.parameters()), torch.no_grad():
+            if is_alone and dist.get_rank() == 0:
+                model.blocks[1](torch.ones(2, 3, WIDTH, device=DEVICE))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_all_ranks_ask_for_the_same_unit_after_one_of_them_has_used_another_one_that_is_held() -> None:
+    want, got = run_world(2, looked_at, (False, True))
+    assert got == want
+    assert isinstance(want[0], list)
