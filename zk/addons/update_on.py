@@ -32,8 +32,8 @@ class UpdateOn(Addon):
     """``value``: "device" for all chunks, a share of them, or "auto".
 
     A rank's share is its own: ranks may choose different ones. Units whose rule is not AdamRule, by
-    another add-on's ``rules``, stay with the CPU. A block has up to 8 Mi elements, so two of them
-    take up to 300 MB of the device.
+    another add-on's ``rules``, stay with the CPU. A block has up to 32 Mi elements, so two of them
+    take up to 1.2 GB of the device.
     """
 
     def __init__(self, value: Any) -> None:
