@@ -75,7 +75,8 @@ class Checked(Addon):
                     param.grad is None and param.dtype in NAMES,
                     f"parameter {self.names[param]!r} ({param.dtype}) was unfrozen after the "
                     "ZeroOptimizer was made, which does not train it: give growing=True for fp32, bf16 "
-                    "and fp16, and call the model after it; or close() it and make another",
+                    "and fp16, and call the model after it; or close() it and make another. "
+                    "model.zero_grad() drops gradients",
                     RuntimeError,
                 )
 

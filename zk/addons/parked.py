@@ -1,7 +1,7 @@
 """``with optimizer.parked(path):`` gives the memory of a run back; after it, bits are the same.
 
 Uses of the core: tensors of stores, gradients and chunks; ``UnitStore.updating``, for which all
-access waits, ``point``, ``changed``, ``take_back``; ``Runtime.broken``, ``release_all``;
+access waits, ``point``, ``changed``, ``take_back``; ``Runtime.broken``, ``depth``;
 ``ZeroOptimizer._settle`` and ``close``, which are replaced meanwhile.
 """
 
@@ -51,7 +51,6 @@ class Parked:
         is_all = self.path is not None
         require(is_all or device.type != "cpu", "parked() of host memory needs path=, a folder")
         require(not self.runtime.depth, "leave zk.gather and forward before parked()", RuntimeError)
-        self.runtime.release_all()
         owners = [o for s in self.stores for o in (s, s.grad, s.param, *s.states, *s.grad.chunks)]
         for owner in (link := link_to(device), *owners):
             getattr(owner, "wait", bool)()  # until nothing moves

@@ -128,15 +128,15 @@ def _copy(field: Tensor, values: Tensor) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """What is kept for each element of a unit beside its parameter, and how values become it."""
+    """State of each element of a unit beside its parameter, and how values become it."""
 
     fields: Mapping[str, torch.dtype]  # what rests on the optimizer's tier
     start, read, write = staticmethod(start), staticmethod(read), staticmethod(write)
 
     def pre_gather(self, shard: Tensor) -> Tensor:
-        """What ranks send each other of a parameter's ``shard`` (n,)."""
+        """Return what ranks send each other of a parameter's ``shard`` (n,)."""
         return shard
 
     def post_gather(self, full: Tensor) -> Tensor:
-        """The full parameters (numel,) of what has been gathered."""
+        """Return the full parameters (numel,) of what has been gathered."""
         return full
