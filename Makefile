@@ -33,9 +33,10 @@ coverage: $(READY)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --include='$(CUDA_PATH)'
 
-# removes every wait for copies between device and host, one at a time: some test must fail (about half an hour on two cores)
+# removes every wait for copies between device and host, one at a time: some test must fail (about half an hour on two cores);
+# 20 faults in a file, chosen at random: make mutate ARGS="zk/unit.py --host tests/core/test_units.py"
 mutate: $(READY)
-	$(BIN)/python -m tests.mutate_waits $(ARGS)
+	$(BIN)/python -m tests.mutate $(ARGS)
 
 # kills a training run 50 times, while it loads, steps and saves, and starts it again: it must go on bit for bit (about 3 minutes);
 # then one of two ranks as often (about 6 minutes)

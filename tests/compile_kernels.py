@@ -1,8 +1,9 @@
 """Compiles every kernel, in the forms that its launcher asks for, for GPUs that need not be there; prints what came out as JSON.
 
-usage: TRITON_INTERPRET=0 python tests/compile_kernels.py [word of a name ... | all]
+    TRITON_INTERPRET=0 python tests/compile_kernels.py
 
-By itself it compiles all forms for compute capability 9.0, and the first form of each kernel for the others.
+All forms are compiled for compute capability 9.0, the first form of each kernel for the others. Then it launches kernels where Triton's own launch
+is a stub, and prints how often each was, and what torch has kept of that.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
+from zk.kernels import flatten_kernel, reduce_kernel, tiled_matmul_kernel
 from zk.kernels.adam_kernel import _adam_kernel
 from zk.kernels.flatten_kernel import _move_kernel
 from zk.kernels.numerics import BLOCK
@@ -86,41 +89,50 @@ def compile_case(kernel: Any, types: dict[str, Any], constants: dict[str, Any], 
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
+def look(name: str, architecture: int, compiled: Any) -> dict[str, Any]:
+    """What is to be known of a compiled kernel."""
+    ptx = compiled.asm["ptx"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True).stdout
+    return {
+        "name": name,
+        "architecture": architecture,
+        "stack": sum(int(value) for value in re.findall(r"(?:STACK|LOCAL):(\d+)", usage)),  # where registers that spill go
+        "wide_loads": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32|ld\.global[.\w:]*\.v2\.b64|cp\.async\.cg\.shared\.global", ptx)),
+        "wide_stores": len(re.findall(r"st\.global[.\w:]*\.v4\.b32|st\.global[.\w:]*\.v2\.b64", ptx)),
+        "rounding": sorted(set(re.findall(r"cvt\.\w+(?:\.satfinite)?\.(?:bf16|f16)(?:x2)?\.f32", ptx))),
+        "shared": compiled.metadata.shared,
+        "fused": len(re.findall(r"\bfma\.rn\.f32", ptx)),
+        "loose_products": len(re.findall(r"\bmul\.f32|\bfma\.f32|\bmad\.f32", ptx)),
+        "divisions": sorted(set(re.findall(r"(?:div|sqrt|rcp|rsqrt)\.\w+(?:\.ftz)?\.f32", ptx))),
+    }
+
+
+def launched() -> list[int]:
+    """How often each kernel was launched outside of an op, and how many kernels and arguments torch has kept."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    kernels: list[str] = []
+    JITFunction.run = lambda self, *args, **options: kernels.append(self.__name__)
+    rows, out = torch.zeros(2, 64), torch.zeros(64)
+    for tokens in (16, 40, 4096):
+        tiled_matmul_kernel.launch(torch.zeros(tokens, 64), torch.zeros(64, 64), torch.zeros(tokens, 64), None, None)
+        reduce_kernel.launch(rows, out)
+        flatten_kernel.launch([rows[0]], out, [0, 64])
+    counts = [kernels.count(name) for name in ("_reduce_kernel", "_move_kernel", "_matmul_kernel")]
+    return [*counts, len(kernel_side_table.id_to_kernel), len(kernel_side_table.constant_args)]
+
+
 def main() -> None:
-    only = sys.argv[1:]  # words of names, such as "adam" or "sm_90"; "all" is every form for every architecture, which takes twice as long
-    kinds = set[str]()
+    kinds, found = set[str](), list[dict[str, Any]]()
     for name, kernel, types, constants, options in cases():
         kind = name.replace(",", "").split()[0]
-        for architecture in ARCHITECTURES:
-            is_asked = any(word in f"{name} sm_{architecture} all" for word in only) if only else architecture == 90 or kind not in kinds
-            if not is_asked:
-                continue
-            compiled = compile_case(kernel, types, constants, options, architecture)
-            ptx = compiled.asm["ptx"]
-            with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-                cubin.write(compiled.asm["cubin"])
-                cubin.flush()
-                usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True).stdout
-            found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-            print(
-                json.dumps(
-                    {
-                        "name": name,
-                        "architecture": architecture,
-                        "registers": found["REG"],
-                        "stack": found["STACK"] + found["LOCAL"],  # where registers that spill go
-                        "wide_loads": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32|ld\.global[.\w:]*\.v2\.b64|cp\.async\.cg\.shared\.global", ptx)),
-                        "wide_stores": len(re.findall(r"st\.global[.\w:]*\.v4\.b32|st\.global[.\w:]*\.v2\.b64", ptx)),
-                        "rounding": sorted(set(re.findall(r"cvt\.\w+(?:\.satfinite)?\.(?:bf16|f16)(?:x2)?\.f32", ptx))),
-                        "shared": compiled.metadata.shared,
-                        "fused": len(re.findall(r"\bfma\.rn\.f32", ptx)),
-                        "loose_products": len(re.findall(r"\bmul\.f32|\bfma\.f32|\bmad\.f32", ptx)),
-                        "divisions": sorted(set(re.findall(r"(?:div|sqrt|rcp|rsqrt)\.\w+(?:\.ftz)?\.f32", ptx))),
-                    }
-                ),
-                flush=True,
-            )
+        for architecture in ARCHITECTURES if kind not in kinds else (90,):
+            found.append(look(name, architecture, compile_case(kernel, types, constants, options, architecture)))
         kinds.add(kind)
+    print(json.dumps({"compiled": found, "launched": launched()}))
 
 
 if __name__ == "__main__":

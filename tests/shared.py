@@ -21,7 +21,6 @@ import torch.distributed.fsdp
 import torch.profiler._cupti_monitor
 import triton.compiler.code_generator
 
-import tests.mutant  # isort: skip  (before zk)
 import zk.checkpoint
 import zk.optimizer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import subprocess
@@ -25,7 +24,7 @@ from zk.kernels.tiled_matmul_kernel import launch as launch_matmul
 from zk.offload.cpu_adam import adam_
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-SIZES = (0, 1, 1009, BLOCK - 1, BLOCK, 2 * BLOCK + 17)
+CASTS = (BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, BF16)
 
 
 @pytest.fixture(autouse=True)
@@ -56,68 +55,39 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 # ---- reduce --------------------------------------------------------------------------------------
 
+ONE_ROW = [(BLOCK + 17, *both) for both in itertools.product((F32, BF16, F16), repeat=2)] + [(n, F32, BF16) for n in (0, 1, BLOCK - 1, BLOCK)]
 
-ONE_ROW = [(SIZES[-1], *both) for both in itertools.product((F32, BF16, F16), repeat=2)]  # all casts of one size, and all sizes of two
 
-
-@pytest.mark.parametrize(("numel", "source_dtype", "out_dtype"), [*ONE_ROW, *((n, *both) for n in SIZES[:-1] for both in ((F32, BF16), (BF16, F32)))])
+@pytest.mark.parametrize(("numel", "source_dtype", "out_dtype"), ONE_ROW)
 def test_reduce_of_one_row_rounds_every_value_as_torch_does(numel, source_dtype, out_dtype):
     source = values(numel, source_dtype)
     out, want = poisoned(numel, dtype=out_dtype), poisoned(numel, dtype=out_dtype)
     launch_reduce(source[None], out)
     reference.reduce(source[None], want)
-    assert same(out, want)
-    assert same(want, source.to(out_dtype))
+    assert same(out, want) and same(want, source.to(out_dtype))
 
 
-ROWS = (2, 0), (2, 1), (3, BLOCK), (3, 2 * BLOCK + 17), (8, 31), (8, BLOCK + 1)
-CASTS = (BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, BF16)
+ROWS = (2, 0), (2, 1), (3, 2 * BLOCK), (3, BLOCK + 17), (8, 31), (8, BLOCK + 1)
 
 
-@pytest.mark.parametrize(
-    ("rows", "numel", "rows_dtype", "out_dtype"),
-    [(*rows, *CASTS[(number + turn) % 5]) for number, rows in enumerate(ROWS) for turn in range(2)],  # each cast with two sizes at least
-)
-def test_reduce_adds_rows_in_their_order_in_fp32_and_rounds_their_mean_once(rows, numel, rows_dtype, out_dtype):
-    given = torch.stack([values(numel, rows_dtype, seed) for seed in range(rows)])
-    out, want = poisoned(numel, dtype=out_dtype), poisoned(numel, dtype=out_dtype)
+@pytest.mark.parametrize(("rows", "numel", "dtypes"), [(*rows, CASTS[number % 5]) for number, rows in enumerate(ROWS)])
+def test_reduce_adds_rows_in_their_order_in_fp32_and_rounds_their_mean_once(rows, numel, dtypes):
+    given = torch.stack([values(numel, dtypes[0], seed) for seed in range(rows)])
+    out, want = poisoned(numel, dtype=dtypes[1]), poisoned(numel, dtype=dtypes[1])
     launch_reduce(given, out)
     reference.reduce(given, want)
     total = given[0].float()
     for row in given[1:]:
         total = total + row.float()
-    assert same(out, want) and same(want, (total / rows).to(out_dtype))
+    assert same(out, want) and same(want, (total / rows).to(dtypes[1]))
 
 
-def test_reduce_through_the_public_door():
-    rows, out = torch.ones(3, 5, device=DEVICE, dtype=BF16), poisoned(5)
-    rows[1] = 4
-    kernels.reduce(rows, out)
-    assert out.tolist() == [2.0] * 5 and rows[0].tolist() == [1.0] * 5
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "says"),
-    [
-        (lambda: (torch.ones(2, 4, dtype=torch.int32), torch.ones(4)), TypeError, "rows must be fp32"),
-        (lambda: (torch.ones(4), torch.ones(4)), ValueError, "needs rows"),
-        (lambda: (torch.ones(0, 4), torch.ones(4)), ValueError, "needs rows"),
-        (lambda: (torch.ones(2, 4), torch.ones(5)), ValueError, "needs rows"),
-        (lambda: (torch.ones(4, 2).t(), torch.ones(4)), ValueError, "contiguous"),
-        (lambda: (lambda rows: (rows, rows[1]))(torch.ones(2, 4)), ValueError, "share no memory"),
-    ],
-)
-def test_reduce_refuses_what_it_cannot_do(arguments, error, says):
-    with pytest.raises(error, match=says):
-        kernels.reduce(*arguments())
-
-
-@pytest.mark.parametrize("offset", (1, 3, 8))
-def test_reduce_of_memory_that_starts_anywhere(offset):
+@pytest.mark.parametrize("offset", (1, 8))
+def test_reduce_through_the_public_door_of_memory_that_starts_anywhere(offset):
     source = values(BLOCK + 40, F32)[offset : BLOCK + 20]
     whole = poisoned(BLOCK + 60, dtype=BF16)
     out = whole[offset + 1 : offset + 1 + source.numel()]
-    launch_reduce(source[None], out)
+    kernels.reduce(source[None], out)
     assert same(out, source.bfloat16())
     assert whole[: offset + 1].isnan().all() and whole[offset + 1 + source.numel() :].isnan().all()
 
@@ -125,29 +95,27 @@ def test_reduce_of_memory_that_starts_anywhere(offset):
 # ---- flatten -----------------------------------------------------------------------------------------------------------------
 
 
-def layout(numels: list[int], align: int) -> tuple[list[int], int]:
+def layout(numels: list[int], align: int) -> tuple[list[int], list[int], int]:
+    """The first element of each tensor, first and last of their regions, and the size of it all."""
     offsets, end = [], 0
     for numel in numels:
         offsets.append(end)
         end = -(-(end + numel) // align) * align
-    return offsets, end + 2 * align
+    size = end + 2 * align
+    return offsets, [bound for region in zip(offsets, [*offsets[1:], size], strict=True) for bound in region], size
 
 
-@pytest.mark.parametrize(
-    ("tensor_dtype", "flat_dtype", "align"),
-    [*((here, there, 32) for here, there in itertools.product((F32, BF16, F16), repeat=2)), (F32, BF16, 1), (BF16, BF16, 1)],
-)
-def test_flatten_casts_each_tensor_into_its_region(tensor_dtype, flat_dtype, align):
-    numels = [1, 0, 31, BLOCK - 1, BLOCK, 7, BLOCK + 1, 2 * BLOCK + 17, 64]
-    offsets, numel = layout(numels, align)
-    tensors = [values(n, tensor_dtype, seed) for seed, n in enumerate(numels)]
-    bounds = [bound for region in zip(offsets, [*offsets[1:], numel], strict=True) for bound in region]
-    flat, want = poisoned(numel, dtype=flat_dtype), poisoned(numel, dtype=flat_dtype)
+@pytest.mark.parametrize(("dtypes", "align"), [*((cast, 32) for cast in CASTS), ((F16, BF16), 1), ((BF16, BF16), 1)])
+def test_flatten_casts_each_tensor_into_its_region(dtypes, align):
+    numels = [1, 0, 31, BLOCK - 1, BLOCK, 7, BLOCK + 17, 64]
+    offsets, bounds, numel = layout(numels, align)
+    tensors = [values(n, dtypes[0], seed) for seed, n in enumerate(numels)]
+    flat, want = poisoned(numel, dtype=dtypes[1]), poisoned(numel, dtype=dtypes[1])
     flatten_kernel.launch(tensors, flat, bounds)
     reference.flatten(tensors, want, bounds)
     assert same(flat, want)
     for tensor, start in zip(tensors, offsets, strict=True):
-        assert same(flat[start : start + tensor.numel()], tensor.to(flat_dtype))
+        assert same(flat[start : start + tensor.numel()], tensor.to(dtypes[1]))
 
 
 def test_flatten_writes_zeros_where_regions_have_no_tensor_and_keeps_its_table_on_the_device():
@@ -164,10 +132,9 @@ def test_flatten_of_very_many_tensors_in_one_launch(monkeypatch):
     launches = []
     grid = flatten_kernel.grid
     monkeypatch.setattr(flatten_kernel, "grid", lambda *given, **options: launches.append(given) or grid(*given, **options))
-    tensors = [torch.full((index % 5 + 1,), float(index), device=DEVICE) for index in range(600)]  # more than a launch has room for as arguments
-    offsets, numel = layout([t.numel() for t in tensors], 1)
+    tensors = [torch.full((index % 5 + 1,), float(index), device=DEVICE) for index in range(300)]  # more than a launch has room for as arguments
+    _, bounds, numel = layout([t.numel() for t in tensors], 1)
     flat = poisoned(numel)
-    bounds = [bound for region in zip(offsets, [*offsets[1:], numel], strict=True) for bound in region]
     flatten_kernel.launch(tensors, flat, bounds)
     assert len(launches) == 1
     assert torch.equal(flat[:-2], torch.cat(tensors)) and not flat[-2:].any()
@@ -183,40 +150,19 @@ def test_flatten_through_the_public_door():
     flat.fill_(1)
     kernels.flatten([], flat, [])
     assert not flat.any()
-    with pytest.raises(ValueError, match="must have one precision"):
-        kernels.flatten([tensors[0], tensors[1].bfloat16()], flat, [0, 8])
-    with pytest.raises(ValueError, match="flat and contiguous"):
-        kernels.flatten(tensors[:1], flat.view(5, 8), [0])
-
-
-@pytest.mark.parametrize(
-    ("tensors", "offsets", "says"),
-    [([4, 4], [0], "every tensor needs an offset"), ([4, 4], [0, 3], "tensor 0 has 4 elements"), ([4], [7], "leave room"), ([4], [-1], "ascend")],
-)
-def test_flatten_refuses_regions_that_overlap(tensors, offsets, says):
-    with pytest.raises(ValueError, match=says):
-        kernels.flatten([torch.ones(n) for n in tensors], torch.empty(10), offsets)
 
 
 # ---- adam --------------------------------------------------------------------------------------------------------------------
 
-LAYOUTS = {
-    "fp32": (F32, None),
-    "bf16, fp32 master": (BF16, F32),
-    "bf16, split master": (BF16, torch.int16),
-    "fp16, fp32 master": (F16, F32),
-}
+LAYOUTS = {"fp32": (F32, None), "bf16, fp32 master": (BF16, F32), "bf16, split master": (BF16, torch.int16), "fp16, fp32 master": (F16, F32)}
 
 
 def adam_state(layout: str, numel: int, state_dtype: torch.dtype) -> list[Tensor | None]:
-    """param, master, exp_avg, exp_avg_sq"""
+    """param, master, exp_avg, exp_avg_sq: in host memory"""
     param_dtype, master_dtype = LAYOUTS[layout]
-    draws = torch.Generator().manual_seed(numel)
-    x = torch.randn(numel, generator=draws)
-    x[::5] = torch.tensor(1.00390625)  # ties, on both sides
-    x[1::5] = torch.tensor(1.01171875)
-    m = torch.zeros(numel, dtype=state_dtype)
-    v = torch.zeros(numel, dtype=state_dtype)
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    x[::5], x[1::5] = torch.tensor(1.00390625), torch.tensor(1.01171875)  # ties, on both sides
+    m, v = torch.zeros(numel, dtype=state_dtype), torch.zeros(numel, dtype=state_dtype)
     param = x.to(param_dtype)
     master: Tensor | None = None
     if master_dtype == F32:
@@ -225,9 +171,24 @@ def adam_state(layout: str, numel: int, state_dtype: torch.dtype) -> list[Tensor
     elif master_dtype is not None:
         master = torch.zeros(numel, dtype=torch.int16)
         split_(x, param, master, v)
-        param[2::9] = 0  # written from outside
-        param[3::18] = -0.0
-    return [None if t is None else t.to(DEVICE) for t in (param, master, m, v)]
+        param[2::9], param[3::18] = 0, -0.0  # written from outside
+    return [param, master, m, v]
+
+
+def gradient(numel: int, dtype: torch.dtype, seed: int, low: float, high: float) -> Tensor:
+    """Over many orders of magnitude, with zeros."""
+    draws = torch.Generator().manual_seed(seed)
+    grad = torch.randn(numel, generator=draws) * 10 ** torch.empty(numel).uniform_(low, high, generator=draws)
+    grad[::11] = 0
+    return grad.to(dtype)
+
+
+def assert_the_bits_of_the_cpu(there: list[Tensor | None], grad: Tensor, step: AdamStep, here: list[Tensor | None]) -> None:
+    """Update both, ``here`` on the device through the public door."""
+    kernels.adam(here[0], grad.to(DEVICE), *here[1:], step)
+    adam_(there[0], grad, *there[1:], step, engine="numba")
+    for name, a, b in zip(("param", "master", "exp_avg", "exp_avg_sq"), here, there, strict=True):
+        assert a is None or torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)), f"{name} differs after step {step.step}"
 
 
 GRADS = [
@@ -243,41 +204,26 @@ def test_adam_gives_the_bits_of_the_cpu_kernel(number, layout, kind):
     """Each layout with each kind of gradient, and with moments of either precision in turns."""
     numel, state_dtype, (grad_dtype, scalars) = BLOCK + 37, (F32, BF16)[(number + kind) % 2], GRADS[kind]
     settings = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, **scalars}
-    here, there = adam_state(layout, numel, state_dtype), [None if t is None else t.cpu() for t in adam_state(layout, numel, state_dtype)]
-    draws = torch.Generator().manual_seed(1)
-    for number in range(1, 4):
-        grad = (torch.randn(numel, generator=draws) * 10 ** torch.empty(numel).uniform_(-5, 1, generator=draws)).to(grad_dtype)
-        grad[::11] = 0
-        step = AdamStep(step=number, **settings)
-        param, master, m, v = here
-        launch_adam(param, grad.to(DEVICE), master, m, v, step)
-        adam_(there[0], grad, there[1], there[2], there[3], step, engine="numba")
-        for name, a, b in zip(("param", "master", "exp_avg", "exp_avg_sq"), here, there, strict=True):
-            if a is not None:
-                bits = torch.int32 if a.dtype == F32 else torch.int16
-                assert torch.equal(a.cpu().view(bits), b.view(bits)), f"{name} differs after step {number}"
+    there = adam_state(layout, numel, state_dtype)
+    here = [None if t is None else t.to(DEVICE, copy=True) for t in there]
+    for step in (1, 2):
+        assert_the_bits_of_the_cpu(there, gradient(numel, grad_dtype, step, -5, 1), AdamStep(step=step, **settings), here)
 
 
 @pytest.mark.parametrize("param_dtype", (F32, BF16))
 def test_adam_with_eight_bit_state_gives_the_bits_of_the_cpu_kernel(param_dtype):
-    numel = BLOCK + 37
-    draws = torch.Generator().manual_seed(2)
+    numel, draws = BLOCK + 37, torch.Generator().manual_seed(2)
     start = torch.randn(numel, generator=draws).to(param_dtype)
     start[:4] = torch.tensor([0.0, -0.0, 1e-38, 3e38])
     codes = [torch.randint(0, 256, (numel,), generator=draws, dtype=torch.uint8) for _ in range(3)]
-    there = [start.clone(), codes[0] if param_dtype == BF16 else None, codes[1], codes[2]]
-    here = [None if t is None else t.clone().to(DEVICE) for t in there]
-    for number in (1, 2, 16, 70_000):
-        grad = (torch.randn(numel, generator=draws) * 10 ** torch.empty(numel).uniform_(-9, 7, generator=draws)).to(param_dtype)
-        grad[::11] = 0
+    there = [start, codes[0] if param_dtype == BF16 else None, *codes[1:]]
+    here = [None if t is None else t.to(DEVICE, copy=True) for t in there]
+    for number in (1, 2, 70_000):
         step = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.1, number % 2 == 0, number, 0.37)
-        launch_adam(here[0], grad.to(DEVICE), here[1], here[2], here[3], step)
-        adam_(there[0], grad, there[1], there[2], there[3], step, engine="numba")
-        for name, a, b in zip(("param", "master", "exp_avg", "exp_avg_sq"), here, there, strict=True):
-            assert a is None or torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)), f"{name} differs after step {number}"
+        assert_the_bits_of_the_cpu(there, gradient(numel, param_dtype, number, -9, 7), step, here)
 
 
-@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("numel", (0, 1, BLOCK - 1, BLOCK, BLOCK + 17))
 def test_adam_of_any_size_touches_nothing_else(numel):
     whole = [poisoned(numel + 8) for _ in range(3)]
     param, m, v = (t[4 : 4 + numel] for t in whole)
@@ -292,22 +238,9 @@ def test_adam_of_any_size_touches_nothing_else(numel):
         assert t[:4].isnan().all() and t[4 + numel :].isnan().all()
 
 
-def test_adam_through_the_public_door_is_torchs():
-    x = torch.randn(100, device=DEVICE)
-    param = torch.nn.Parameter(x.clone())
-    optimizer = torch.optim.AdamW([param], lr=1e-2)
-    m, v = torch.zeros_like(x), torch.zeros_like(x)
-    for number in range(1, 4):
-        param.grad = torch.randn(100, device=DEVICE)
-        optimizer.step()
-        kernels.adam(x, param.grad, None, m, v, AdamStep(1e-2, 0.9, 0.999, 1e-8, 1e-2, True, number))
-    torch.testing.assert_close(x, param.detach(), rtol=1e-5, atol=1e-6)
-
-
 # ---- tiled_matmul ------------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
 def exact(m: int, k: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """a, b, and their product in fp64."""
     draws = torch.Generator().manual_seed(m * k + n)
@@ -323,7 +256,7 @@ SHAPES = (1, 1, 1), (16, 16, 32), (17, 33, 31), (5, 40, 70), (40, 16, 1), (3, 0,
 PRODUCTS = [(shape, (F32, BF16, F16)[number % 3]) for number, shape in enumerate(SHAPES)]
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [*PRODUCTS, *(((17, 33, 31), dtype) for dtype in (F32, BF16))])
+@pytest.mark.parametrize(("shape", "dtype"), PRODUCTS)
 def test_tiled_matmul_sums_in_fp32(shape, dtype):
     a, b, want = exact(*shape, dtype)
     out = poisoned(shape[0], shape[2])
@@ -363,24 +296,6 @@ def test_tiled_matmul_reads_and_writes_slices_and_transposes_of_larger_matrices(
     assert wide.isnan().all()  # nothing beside the slice was written
     kernels.tiled_matmul(a_slice, b_slice, out)
     assert norm_error(out, want) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "says"),
-    [
-        ({"b": torch.ones(5, 4)}, ValueError, "goes into out"),
-        ({"b": torch.ones(3, 4, dtype=BF16)}, ValueError, "one precision"),
-        ({"plus": torch.ones(2, 4, dtype=BF16)}, ValueError, "plus must be fp32"),
-        ({"bias": torch.ones(3)}, ValueError, "bias must be"),
-        ({"a": torch.ones(2, 3, dtype=torch.float64)}, TypeError, "a must be fp32"),
-        ({"bias": torch.ones(4, dtype=torch.int64)}, TypeError, "bias must be fp32"),
-        ({"plus": torch.ones(2, 4, device="meta")}, ValueError, "'meta': 'plus'"),
-    ],
-)
-def test_tiled_matmul_refuses_what_does_not_fit(change, error, says):
-    given = {"a": torch.ones(2, 3), "b": torch.ones(3, 4), "out": torch.ones(2, 4), **change}
-    with pytest.raises(error, match=says):
-        kernels.tiled_matmul(given.pop("a"), given.pop("b"), given.pop("out"), **given)
 
 
 # ---- ops -----------------------------------------------------------------------------------------
@@ -464,15 +379,43 @@ def test_host_memory_needs_no_triton_and_fake_tensors_and_the_compiler_see_throu
     assert done.stdout == "fine without triton\nfine\n", done.stderr[-3000:]
 
 
-def test_tiled_matmul_refuses_an_output_that_is_also_read_and_adam_a_parameter_with_gaps():
-    a, b, out = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4, 4)
-    for given in ({"plus": out.t()}, {"plus": out[:1].expand(4, 4)}):
-        with pytest.raises(ValueError, match="plus shares memory with out"):
-            kernels.tiled_matmul(a, b, out, **given)
-    with pytest.raises(ValueError, match="a shares memory with out"):
-        kernels.tiled_matmul(a, b, a)
-    state = [torch.zeros(3) for _ in range(3)]
-    with pytest.raises(ValueError, match="param must be flat and contiguous"):
-        kernels.adam(torch.zeros(6)[::2], state[0], None, state[1], state[2], AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.0, True, 1))
-    with pytest.raises(ValueError, match="step counts from 1"):
-        AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.0, True, 0)
+def by_tiled_matmul(**changed: Tensor) -> None:
+    given = {"a": torch.ones(2, 3), "b": torch.ones(3, 4), "out": torch.ones(2, 4), **changed}
+    kernels.tiled_matmul(given.pop("a"), given.pop("b"), given.pop("out"), **given)
+
+
+ONES = torch.ones(4, 4)
+STATE = [torch.zeros(3) for _ in range(3)]
+FIRST = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.0, True, 1)
+REFUSED = [
+    (lambda: kernels.reduce(torch.ones(2, 4, dtype=torch.int32), torch.ones(4)), TypeError, "rows must be fp32"),
+    (lambda: kernels.reduce(torch.ones(4), torch.ones(4)), ValueError, "needs rows"),
+    (lambda: kernels.reduce(torch.ones(0, 4), torch.ones(4)), ValueError, "needs rows"),
+    (lambda: kernels.reduce(torch.ones(2, 4), torch.ones(5)), ValueError, "needs rows"),
+    (lambda: kernels.reduce(torch.ones(4, 2).t(), torch.ones(4)), ValueError, "contiguous"),
+    (lambda: kernels.reduce(ONES, ONES[1]), ValueError, "share no memory"),
+    (lambda: kernels.flatten([torch.ones(4), torch.ones(4).bfloat16()], torch.empty(10), [0, 4]), ValueError, "must have one precision"),
+    (lambda: kernels.flatten([torch.ones(4)], torch.empty(5, 2), [0]), ValueError, "flat and contiguous"),
+    (lambda: kernels.flatten([torch.ones(4), torch.ones(4)], torch.empty(10), [0]), ValueError, "every tensor needs an offset"),
+    (lambda: kernels.flatten([torch.ones(4), torch.ones(4)], torch.empty(10), [0, 3]), ValueError, "tensor 0 has 4 elements"),
+    (lambda: kernels.flatten([torch.ones(4)], torch.empty(10), [7]), ValueError, "leave room"),
+    (lambda: kernels.flatten([torch.ones(4)], torch.empty(10), [-1]), ValueError, "ascend"),
+    (lambda: by_tiled_matmul(b=torch.ones(5, 4)), ValueError, "goes into out"),
+    (lambda: by_tiled_matmul(b=torch.ones(3, 4, dtype=BF16)), ValueError, "one precision"),
+    (lambda: by_tiled_matmul(plus=torch.ones(2, 4, dtype=BF16)), ValueError, "plus must be fp32"),
+    (lambda: by_tiled_matmul(bias=torch.ones(3)), ValueError, "bias must be"),
+    (lambda: by_tiled_matmul(a=torch.ones(2, 3, dtype=torch.float64)), TypeError, "a must be fp32"),
+    (lambda: by_tiled_matmul(bias=torch.ones(4, dtype=torch.int64)), TypeError, "bias must be fp32"),
+    (lambda: by_tiled_matmul(plus=torch.ones(2, 4, device="meta")), ValueError, "'meta': 'plus'"),
+    (lambda: by_tiled_matmul(a=ONES, b=torch.ones(4, 4), out=ONES), ValueError, "a shares memory with out"),
+    (lambda: by_tiled_matmul(a=torch.ones(4, 4), b=torch.ones(4, 4), out=ONES, plus=ONES.t()), ValueError, "plus shares memory with out"),
+    (lambda: by_tiled_matmul(a=torch.ones(4, 4), b=torch.ones(4, 4), out=ONES, plus=ONES[:1].expand(4, 4)), ValueError, "plus shares memory"),
+    (lambda: kernels.adam(torch.zeros(6)[::2], STATE[0], None, *STATE[1:], FIRST), ValueError, "param must be flat and contiguous"),
+    (lambda: AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.0, True, 0), ValueError, "step counts from 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "says"), REFUSED)
+def test_what_kernels_cannot_do_is_refused_by_name(call, error, says):
+    with pytest.raises(error, match=says):
+        call()

@@ -22,8 +22,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import tests.mutant  # noqa: F401  (before zk)
-
 ENVIRONMENT = dict(os.environ)  # of no test
 SOFTWARE_GPU = os.environ.get("ZK_SOFTGPU") == "1"
 START = "spawn" if torch.cuda.is_available() and not SOFTWARE_GPU else "forkserver"

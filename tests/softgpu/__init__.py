@@ -23,13 +23,11 @@ knows, so waiting that is missing between two host threads is not found. Random 
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from typing import Any
 
-import tests.mutant  # noqa: F401  (before zk)
-from tests.softgpu.streams import HERE, ROOT, races, stats
+from tests.softgpu.memory import pinned_nbytes, refuse_to_pin
+from tests.softgpu.streams import HERE, ROOT, races, stats, synchronize
 
 __all__ = ["check", "environment", "found", "install", "installed", "pinned_nbytes", "races", "refuse_to_pin", "stats"]
 _kept: list[Any] = []
@@ -49,9 +47,8 @@ def install() -> None:
     from tests.softgpu import native
 
     native.check_version()
-    from tests.softgpu import cuda, cupy_twin, interpreter, memory, nccl, ops, profiler, storages, streams
+    from tests.softgpu import copies, cuda, interpreter, memory, nccl, ops, storages, streams
 
-    _kept.append(memory)
     for index in range(memory.NUM_DEVICES):
         streams.make_queue(index, default=True)
     points: dict[int, streams.Point] = {}
@@ -68,21 +65,14 @@ def install() -> None:
     def wait(device: int, stream: int | None) -> None:
         streams.synchronize(device) if stream is None else streams.host_learns(streams.find_queue(device, stream).clock)
 
-    native.install_guard(memory.NUM_DEVICES, record, block, lambda event: None, wait)
+    native.install_guard(memory.NUM_DEVICES, record, block, wait)
     native.install_hooks(memory.NUM_DEVICES, memory.is_pinned)
-    _kept.extend(ops.install())
-    cuda.install()
-    storages.install()
-    cupy_twin.install()
-    interpreter.install()
-    nccl.install()
-    profiler.install()
+    for module in (ops, cuda, storages, copies, interpreter, nccl):
+        _kept.append(module.install())
 
 
 def found() -> list[str]:
     """Wait for the devices. Returns every race since the last call, each once."""
-    from tests.softgpu.streams import synchronize
-
     synchronize()
     lines = sorted(set(races))
     races.clear()
@@ -93,22 +83,6 @@ def check() -> None:
     """Wait for the devices. Raises AssertionError with every race since the last call."""
     lines = found()
     assert not lines, f"{len(lines)} races:\n" + "\n".join(lines)
-
-
-@contextlib.contextmanager
-def refuse_to_pin(reason: str = "cudaErrorMemoryAllocation: out of memory") -> Iterator[None]:
-    """Context: cudaHostRegister fails."""
-    from tests.softgpu import memory
-
-    with memory.refuse_to_pin(reason):
-        yield
-
-
-def pinned_nbytes() -> int:
-    """Bytes of host memory that are page-locked through cudaHostRegister."""
-    from tests.softgpu import memory
-
-    return memory.pinned_nbytes()
 
 
 def environment() -> dict[str, str]:

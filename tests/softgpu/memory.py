@@ -33,21 +33,12 @@ class Account:
 
     taken: int = 0
     peak: int = 0
-    fraction: float = 1.0
-    num_ooms: int = 0
-
-    @property
-    def limit(self) -> int:
-        return int(NBYTES * self.fraction)
 
     def add(self, nbytes: int, device: int) -> None:
         """Take ``nbytes``, or give them back if below zero. Raises torch.OutOfMemoryError."""
-        if nbytes > 0 and self.taken + nbytes > self.limit:
-            self.num_ooms += 1
-            raise torch.OutOfMemoryError(
-                f"CUDA out of memory. Tried to allocate {nbytes} bytes. GPU {device} has a total capacity of {self.limit} bytes of which "
-                f"{self.limit - self.taken} bytes is free."
-            )
+        if nbytes > 0 and self.taken + nbytes > NBYTES:
+            free = f"GPU {device} has a total capacity of {NBYTES} bytes of which {NBYTES - self.taken} bytes is free"
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes. {free}.")
         self.taken += nbytes
         self.peak = max(self.peak, self.taken)
 
@@ -236,7 +227,6 @@ def nbytes_of(storage: torch.UntypedStorage) -> int | None:
 
 # ---- page-locked host memory ------------------------------------------------------------------------------------------------------
 
-LARGEST_REGISTRATION = 512 << 30
 _pinned: dict[int, tuple[int, str]] = {}  # first byte -> last, who locked it
 _refusal: list[str] = []
 
@@ -267,8 +257,8 @@ def register(address: int, nbytes: int, by: str) -> None:
         if find(address, 1) is not None:
             race("device memory is registered as the host's")
             raise CudaError(1, "cudaErrorInvalidValue: device memory cannot be registered")
-        if nbytes >= LARGEST_REGISTRATION or _refusal:
-            raise CudaError(2, _refusal[-1] if _refusal else "cudaErrorMemoryAllocation: out of memory")
+        if _refusal:
+            raise CudaError(2, _refusal[-1])
         if any(start < address + nbytes and address < stop for start, (stop, _) in _pinned.copy().items()):
             race("host memory is registered twice")
             raise CudaError(712, "cudaErrorHostMemoryAlreadyRegistered: part or all of the requested memory range is already mapped")

@@ -23,8 +23,7 @@ _LIBRARIES = os.path.join(os.path.dirname(torch.__file__), "lib")
 _CUDA = 1  # c10::DeviceType
 
 # places in the table of virtual methods (c10/core/impl/DeviceGuardImplInterface.h)
-_DESTROY_EVENT, _RECORD, _BLOCK, _QUERY_EVENT, _DEVICE_COUNT = 11, 12, 13, 14, 15
-_QUERY_STREAM, _SYNCHRONIZE_STREAM, _SYNCHRONIZE_EVENT, _SYNCHRONIZE_DEVICE = 17, 18, 20, 21
+_DESTROY_EVENT, _RECORD, _BLOCK, _DEVICE_COUNT, _SYNCHRONIZE_STREAM, _SYNCHRONIZE_DEVICE = 11, 12, 13, 15, 18, 21
 _NUM_METHODS = 26
 # ATen/detail/AcceleratorHooksInterface.h, CUDAHooksInterface.h: after two destructors
 _IS_BUILT, _IS_AVAILABLE, _HAS_CONTEXT, _INIT, _HOOKS_DEVICE_COUNT, _IS_PINNED = 2, 3, 4, 5, 6, 11
@@ -101,13 +100,12 @@ class _Stream(ctypes.Structure):  # c10::Stream
     _fields_ = (("type", ctypes.c_int8), ("device", ctypes.c_int8), ("id", ctypes.c_int64))
 
 
-def install_guard(num_devices: int, record: Callable[..., int], block: Callable[..., None], forget: Callable[..., None], wait: Any) -> None:
+def install_guard(num_devices: int, record: Callable[..., int], block: Callable[..., None], wait: Callable[..., None]) -> None:
     """Put torch's fake guard in place.
 
     Args:
         record: (event or 0, device, stream) -> event; a point in a stream.
         block: (event, device, stream); the stream waits for the event.
-        forget: (event).
         wait: (device, stream or None for all of it); the host waits.
     """
     c10 = ctypes.CDLL(os.path.join(_LIBRARIES, "libc10.so"))
@@ -129,7 +127,7 @@ def install_guard(num_devices: int, record: Callable[..., int], block: Callable[
     changes = {
         _RECORD: _callback(ctypes.CFUNCTYPE(void, pointer, ctypes.POINTER(ctypes.c_void_p), stream, ctypes.c_int8, ctypes.c_int), on_record),
         _BLOCK: _callback(ctypes.CFUNCTYPE(void, pointer, pointer, stream), lambda _, event, at: block(event, at[0].device, at[0].id)),
-        _DESTROY_EVENT: _callback(ctypes.CFUNCTYPE(void, pointer, pointer, ctypes.c_int8), lambda _, event, device: forget(event)),
+        _DESTROY_EVENT: _constant(0),
         _SYNCHRONIZE_STREAM: _callback(ctypes.CFUNCTYPE(void, pointer, stream), lambda _, at: wait(at[0].device, at[0].id)),
         _SYNCHRONIZE_DEVICE: _callback(ctypes.CFUNCTYPE(void, pointer, ctypes.c_int8), lambda _, device: wait(device, None)),
         _DEVICE_COUNT: _constant(num_devices),

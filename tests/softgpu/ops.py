@@ -11,7 +11,6 @@ import ctypes
 import functools
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor
 from tests.softgpu import native
 from tests.softgpu.copies import Copy, use_host
 from tests.softgpu.memory import NUM_DEVICES, Block, block_of, current_queue, host_view, is_pinned, pinned_like, place_on, plainly, span
-from tests.softgpu.streams import LOCK, Queue, find_queue, host_learns, join, stats, tell
+from tests.softgpu.streams import LOCK, find_queue, host_learns, join, stats
 
 _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _HOST_TOO = frozenset(f"aten::{name}" for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"))
@@ -152,9 +151,7 @@ def _compute(op: Any, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
         host_kwargs["device"] = torch.device("cpu")
         if "pin_memory" in host_kwargs:
             host_kwargs["pin_memory"] = False
-    begin = time.time_ns()
     result = _run(op, plan, device, host_args, host_kwargs)
-    tell("kernel", plan.name, queue, begin)
     if plan.name in _EMPTY and result.nbytes:
         ctypes.memset(result.untyped_storage().data_ptr(), 0xFF, result.untyped_storage().nbytes())
     back: dict[int, Tensor] = {id(views[id(tensor)]): tensor for tensor in [*near, *written]}
@@ -352,12 +349,6 @@ def record_stream(self: Tensor, stream: torch.Stream) -> None:
     """aten::record_stream."""
     with LOCK:
         block_of(self).recorded.add(find_queue(stream.device_index, stream.stream_id).serial)
-
-
-def sleep(queue: Queue) -> None:
-    """torch.cuda._sleep: an operation."""
-    with LOCK:
-        queue.issue()
 
 
 def install() -> list[Any]:

@@ -2,7 +2,7 @@
 
 Each stream counts its operations, and keeps a vector clock: for every stream, how many operations are known to have ended before its next
 one begins. An event is a copy of such a clock. The host has a clock too; all its threads share it. Kernels run when they are launched.
-Copies run when somebody who comes after them is about to look: on the device a later kernel or copy, in host memory the host that waits.
+Copies (copies.py) run when somebody who comes after them is about to look: on the device a later kernel or copy, in host memory the host that waits.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 Clock = dict[int, int]  # serial number of a stream -> operations of it that are known to have ended
 
@@ -21,9 +20,9 @@ LOCK = threading.RLock()  # held by whoever looks at or changes what this packag
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 races: list[str] = []
-stats = {"kernels": 0, "triton": 0, "copies": 0, "pageable_copies": 0, "collectives": 0, "syncs": 0}
+stats = {"kernels": 0, "copies": 0, "pageable_copies": 0, "syncs": 0}
 BEFORE: list[Callable[[], None]] = []  # what is to be done before anybody learns more
-profiles: list[list[tuple[str, str, Queue, int, int]]] = []  # of profilers that look on: category, name, stream, begin and end in ns since 1970
+launched: Counter[str] = Counter()  # kernels of Triton, by name
 _PATIENCE = 1000  # queries of one event until the device is taken to have gone on meanwhile
 
 
@@ -55,20 +54,6 @@ def race(what: str) -> None:
     races.append(f"{what} [{place()}]")
 
 
-class Late(Protocol):
-    """An operation that has been asked for and not done."""
-
-    number: int
-    clock: Clock
-    landed: bool  # what the host must wait for has happened
-
-    def run(self) -> None:
-        """Do what comes before later operations of the device."""
-
-    def land(self) -> None:
-        """Do what comes before the host goes on."""
-
-
 class Queue:
     """One stream of one device. Handle 0 is the default stream, of which each device has one."""
 
@@ -76,8 +61,8 @@ class Queue:
         self.serial, self.device, self.handle = len(_all), device, handle
         self.count = 0
         self.clock: Clock = {}
-        self.late: deque[Late] = deque()  # not yet run
-        self.in_flight: deque[Late] = deque()  # not yet known to be over by the host
+        self.late: deque[Any] = deque()  # copies that the device has not yet done
+        self.in_flight: deque[Any] = deque()  # those that the host does not know to be over
         self.made_at = place() if handle else ""
         self._host_version = -1
         _all.append(self)
@@ -95,12 +80,6 @@ class Queue:
         self.clock[self.serial] = self.count
         complete(self.clock)
         return self.count
-
-
-def tell(category: str, name: str, queue: Queue, begin_ns: int) -> None:
-    """An operation of a stream that began then is over, for the profilers that look on."""
-    for profile in profiles:
-        profile.append((category, name, queue, begin_ns, time.time_ns()))
 
 
 def before() -> None:
@@ -138,12 +117,7 @@ def queue_of(serial: int) -> Queue:
     return _all[serial]
 
 
-def queue_of_handle(handle: int) -> Queue | None:
-    """The stream with a handle other than 0, of whichever device."""
-    return next((queue for queue in _all if queue.handle == handle), None)
-
-
-def put_off(queue: Queue, operation: Late) -> None:
+def put_off(queue: Queue, operation: Any) -> None:
     """``operation`` of ``queue`` happens when it must have."""
     global _num_late
     _num_late += 1
@@ -151,7 +125,7 @@ def put_off(queue: Queue, operation: Late) -> None:
     queue.in_flight.append(operation)
 
 
-def in_flight() -> list[Late]:
+def in_flight() -> list[Any]:
     """All operations that the host does not know to be over."""
     return [operation for queue in _all for operation in queue.in_flight if not operation.landed]
 
@@ -169,7 +143,7 @@ def complete(clock: Clock) -> None:
             operation.run()
 
 
-def land(operation: Late) -> None:
+def land(operation: Any) -> None:
     """Do ``operation`` in host memory as well."""
     if not operation.landed:
         operation.landed = True
