@@ -1,7 +1,6 @@
-"""Hybrid sharding: the bits of plain torch on all ranks, shards of a group, and checkpoints as ever."""
+"""Four ranks: hybrid sharding has the bits of plain torch, and checkpoints as ever; buffers that forward writes are as DDP has them."""
 
-from __future__ import annotations
-
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import zk
+from tests.addons.common import faults_of_ranks
 from tests.models import GPT, batch, loss_of
 from tests.parity import Case, run_case
-from tests.world import call, mesh_of, run_world
+from tests.world import call, mesh_of
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
 CASES = [
-    Case(stage=3, dtype="bf16", steps=3),
     Case(stage=3, dtype="bf16", tier="nvme", accumulation=2, no_sync=True, steps=3, overlap_step=True),
     Case(stage=2, dtype="fp16", steps=3),
     Case(stage=1, accumulation=2, steps=3),
@@ -25,22 +25,22 @@ CASES = [
 ]
 
 
+def whole_mesh() -> Any:
+    return mesh_of("cpu", (2, 2), "replica", "shard")
+
+
 def group_of() -> Any:
     return whole_mesh()["shard"].get_group()
 
 
+def uneven() -> Any:
+    """A group of three ranks, and one of one."""
+    groups = [dist.new_group([0, 1, 2]), dist.new_group([3])]
+    return groups[dist.get_rank() == 3]
+
+
 def trained(case: Case) -> str:
     return run_case(replace(case, budgets=(("shard_group", group_of()),)))
-
-
-def numel_at_rest(stage: int) -> list[int]:
-    """Of all states on a rank: with groups of two ranks, and of all four; and the way a checkpoint goes between them."""
-    found = []
-    for options in ({"shard_group": group_of()}, {}):
-        optimizer = made(stage, **options)
-        found.append(sum(chunk.numel for store in optimizer._trained for chunk in store.states))
-        optimizer.close()
-    return found
 
 
 def made(stage: int, **options: Any) -> zk.ZeroOptimizer:
@@ -49,11 +49,18 @@ def made(stage: int, **options: Any) -> zk.ZeroOptimizer:
     return zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=stage, clip_grad_norm=0.5, **options)
 
 
-def resumed(folder: str) -> list[bool]:
-    """A checkpoint of either kind is read by either: the masters after a step more are those of a run without a break."""
-    optimizers = []
+def step(optimizer: zk.ZeroOptimizer, number: int) -> None:
+    loss_of(optimizer.model, batch(10 * number + dist.get_rank())).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def at_rest_and_resumed(folder: str) -> list[str]:
+    """States of a rank of two are twice those of one of four. A checkpoint of either kind is read by either, and training goes on."""
+    optimizers, sizes = [], []
     for options in ({"shard_group": group_of()}, {}):
         optimizer = made(3, **options)
+        sizes.append(sum(chunk.numel for store in optimizer._trained for chunk in store.states))
         step(optimizer, 0)
         optimizer.save_checkpoint(Path(folder, str(len(options))))
         step(optimizer, 1)
@@ -63,34 +70,11 @@ def resumed(folder: str) -> list[bool]:
         optimizer.load_checkpoint(Path(folder, other))
         step(optimizer, 1)
     got = [optimizer.consolidated_state_dict("fp32", rank0_only=False) for optimizer in optimizers]
-    return [torch.equal(one[name], want[0][name]) for one in (*want, *got) for name in one]
+    wrong = [name for one in (*want, *got) for name in one if not torch.equal(one[name], want[0][name])]
+    return wrong + [f"{sizes} at rest"] * (sizes[0] != 2 * sizes[1])
 
 
-def step(optimizer: zk.ZeroOptimizer, number: int) -> None:
-    loss_of(optimizer.model, batch(10 * number + dist.get_rank())).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def refused(case: tuple[dict[str, Any], str]) -> bool:
-    options, words = case
-    options = {name: value() if callable(value) else value for name, value in options.items()}
-    with pytest.raises((ValueError, TypeError), match=words):
-        made(**{"stage": 3, **options})
-    return True
-
-
-def whole_mesh() -> Any:
-    return mesh_of("cpu", (2, 2), "replica", "shard")
-
-
-def uneven() -> Any:
-    """A group of three ranks, and one of one."""
-    groups = [dist.new_group([0, 1, 2]), dist.new_group([3])]
-    return groups[dist.get_rank() == 3]
-
-
-REFUSED = [
+REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"shard_group": group_of, "stage": 0}, "needs stage 1, 2 or 3"),
     ({"shard_group": group_of, "announce": True}, "remove one"),
     ({"shard_group": uneven}, r"equally many; ranks gave \[\(0, 1, 2\), \(3,\)\]"),
@@ -98,13 +82,78 @@ REFUSED = [
 ]
 
 
-def test_groups_of_two_among_four_ranks(tmp_path: Path) -> None:
-    jobs: list[Any] = [(trained, case) for case in CASES]
-    jobs += [(numel_at_rest, stage) for stage in (1, 3)] + [(resumed, str(tmp_path))] + [(refused, case) for case in REFUSED]
-    rows = run_world(4, call, jobs)
-    for case, said in zip(CASES, rows, strict=False):
-        assert said == [""] * 4, case
-    sizes, (equal, *_), answers = rows[len(CASES) : -len(REFUSED) - 1], rows[-len(REFUSED) - 1], rows[-len(REFUSED) :]
-    assert all(of_two == 2 * of_four for of_rank in sizes for of_two, of_four in of_rank)
-    assert equal and all(equal)
-    assert answers == [[True] * 4] * len(REFUSED)
+def refused(case: tuple[dict[str, Any], str]) -> None:
+    options, words = case
+    with pytest.raises((ValueError, TypeError), match=words):
+        made(**{"stage": 3, **options, "shard_group": options["shard_group"]()})
+
+
+class Codebook(nn.Module):
+    """BatchNorm, an average that forward replaces, a buffer whose size differs by rank, and one that is never written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        for name in ("mean", "seen", "table"):
+            self.register_buffer(name, torch.zeros(4), persistent=name != "seen")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.layer(x))
+        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        self.seen = torch.ones(3 + dist.get_rank())
+        return x + self.mean + self.table
+
+
+def x(step: int) -> Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def differs_from_ddp(stage: int) -> list[str]:
+    torch.manual_seed(0)
+    model = Codebook()
+    plain = copy.deepcopy(model)
+    plain._ddp_params_and_buffers_to_ignore = ["seen"]
+    ddp = nn.parallel.DistributedDataParallel(plain)
+    inner = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    wrong = []
+    for step in range(5):
+        for each, own in ((ddp, inner), (model, optimizer)):
+            own.zero_grad()
+            each(x(step)).square().mean().backward()
+            own.step()
+        ddp._sync_buffers()  # which it does before the next forward
+        want: dict[str, Any] = dict(ddp.module.named_buffers())
+        wrong += [f"{step} {name}" for name, value in model.named_buffers() if name != "seen" and not torch.equal(value, want[name])]
+        wrong += ["seen"] * (model.seen.numel() != 3 + dist.get_rank())
+    optimizer.close()
+    return wrong
+
+
+class Counted(zk.Addon):
+    def comm(self, comm: Any) -> Any:
+        self.asked, words = 0, comm.words
+
+        def count(about: str, value: Any) -> Any:
+            self.asked += about == "buffers"
+            return words(about, value)
+
+        comm.words = count
+        return comm
+
+
+def asked_too_often(stage: int) -> bool:
+    """Ranks of a model that writes no buffer ask each other before steps 0, 1, 2, 4, 8 and 16."""
+    model, counted = nn.Sequential(nn.Linear(4, 4)), Counted()
+    model.register_buffer("rotary", torch.ones(4))
+    optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, addons=[counted])
+    for step in range(20):
+        model(x(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return counted.asked != 6
+
+
+def test_groups_of_two_and_buffers_among_four_ranks(tmp_path: Path) -> None:
+    jobs: list[Any] = [*((trained, case) for case in CASES), (at_rest_and_resumed, str(tmp_path)), *((refused, case) for case in REFUSED)]
+    assert faults_of_ranks(4, call, [*jobs, (differs_from_ddp, 1), (differs_from_ddp, 3), (asked_too_often, 2)]) == {}

@@ -1,12 +1,8 @@
 """Model parallel ranks: what the whole model trains on one rank; one norm, one decision to skip, a folder for each part."""
 
-from __future__ import annotations
-
-import os
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,27 +13,26 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 import zk
+from tests.addons.common import faults_of_ranks, same
 from tests.models import DEVICE
-from tests.world import call, mesh_of, run_world
-from zk.offload.cpu_adam import default_engine
+from tests.world import call, mesh_of
 
-STEPS, WIDTH = 4, 16
+pytestmark = pytest.mark.usefixtures("torch_engine")
+STEPS, WIDTH = 3, 16
 REPLICATED = ["down.bias", "norm.weight", "norm.bias"]
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
-class Shared(torch.autograd.Function):
-    """Parts compute with the same input, and its gradient is the sum of theirs; or the other way round."""
+class Sum(torch.autograd.Function):
+    """Of all parts; its gradient is that of each."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any, is_sum: bool) -> Tensor:
-        ctx.about = group, is_sum
-        return summed(value, group) if is_sum else value.view_as(value)
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+        return summed(value, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        group, is_sum = ctx.about
-        return grad if is_sum else summed(grad, group), None, None
+        return grad, None
 
 
 def summed(value: Tensor, group: Any) -> Tensor:
@@ -58,8 +53,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.group is None:
             return x + self.down(F.gelu(self.up(self.norm(x))))
-        inner = F.gelu(self.up(Shared.apply(self.norm(x), self.group, False)))
-        return x + Shared.apply(F.linear(inner, self.down.weight), self.group, True) + self.down.bias
+        normed = self.norm(x)
+        normed.register_hook(lambda grad: summed(grad, self.group))  # parts compute with the same input
+        return x + Sum.apply(F.linear(F.gelu(self.up(normed)), self.down.weight), self.group) + self.down.bias
 
 
 class Net(nn.Module):
@@ -74,18 +70,8 @@ class Net(nn.Module):
         return x
 
 
-def part_of(name: str, value: Tensor, rank: int, count: int = 2) -> Tensor:
-    along = 1 if name.endswith("down.weight") else 0
-    return value if name.endswith(tuple(REPLICATED)) else value.chunk(count, along)[rank].contiguous()
-
-
-def cut(model: Net, group: Any) -> Net:
-    rank = dist.get_rank(group)
-    for name, param in model.named_parameters():
-        param.data = part_of(name, param.data, rank)
-    for block in model.blocks:
-        block.group = group
-    return model
+def part_of(name: str, value: Tensor, rank: int) -> Tensor:
+    return value if name.endswith(tuple(REPLICATED)) else value.chunk(2, int(name.endswith("down.weight")))[rank].contiguous()
 
 
 def loss_at(model: nn.Module, step: int, rank: int) -> Tensor:
@@ -116,16 +102,23 @@ def mesh() -> Any:
     return mesh_of(torch.device(DEVICE).type, (dist.get_world_size() // 2, 2), "dp", "tp")
 
 
-def made(kind: str, **options: Any) -> tuple[Net, zk.ZeroOptimizer]:
-    """A model that is cut by hand or as DTensors, and its optimizer."""
+def parts_of(kind: str) -> Net:
+    """A model that is cut by hand or as DTensors."""
     model, group = Net().to(DEVICE), mesh()["tp"].get_group()
-    if kind == "manual":
-        cut(model, group)
-        options = {"model_parallel_group": group, "replicated_params": REPLICATED} | options
-    else:
-        for block in model.blocks:
+    for name, param in model.named_parameters() if kind == "manual" else ():
+        param.data = part_of(name, param.data, dist.get_rank(group))
+    for block in model.blocks:
+        if kind == "manual":
+            block.group = group
+        else:
             parallelize_module(block, mesh()["tp"], PLAN)
-    return model, zk.ZeroOptimizer(model, adamw(model), **{"process_group": mesh()["dp"].get_group()} | options)
+    return model
+
+
+def made(kind: str, **options: Any) -> tuple[Net, zk.ZeroOptimizer]:
+    model = parts_of(kind)
+    given = {"model_parallel_group": mesh()["tp"].get_group(), "replicated_params": REPLICATED} if kind == "manual" else {}
+    return model, zk.ZeroOptimizer(model, adamw(model), **{"process_group": mesh()["dp"].get_group(), **given, **options})
 
 
 def train(model: nn.Module, optimizer: Any, steps: Any = range(STEPS), accumulation: int = 1) -> list[float]:
@@ -141,7 +134,7 @@ def train(model: nn.Module, optimizer: Any, steps: Any = range(STEPS), accumulat
 
 
 def whole(param: Tensor) -> Tensor:
-    return param.full_tensor() if isinstance(param, DTensor) else param  # type: ignore[no-any-return]
+    return param.full_tensor() if isinstance(param, DTensor) else param
 
 
 def alike(value: Any) -> bool:
@@ -158,14 +151,22 @@ def parity(case: tuple[str, dict[str, Any]]) -> None:
     want, norms = plain(clip, dist.get_world_size() // 2, accumulation)
     model, optimizer = made(kind, **options)
     torch.testing.assert_close(train(model, optimizer, accumulation=accumulation), norms, rtol=1e-4, atol=0.0)
-    assert clip is None or max(norms) > clip
     optimizer.close()
+    assert clip is None or max(norms) > clip
     for name, param in model.named_parameters():
         part = want[name] if kind == "DTensor" else part_of(name, want[name], mesh().get_local_rank("tp"))
         torch.testing.assert_close(whole(param), part, rtol=1e-3, atol=1e-5)
         local = param.to_local() if isinstance(param, DTensor) else param
         assert not name.endswith(tuple(REPLICATED)) or alike(local.tolist()), name
         assert isinstance(param, DTensor) == (kind == "DTensor" and "norm" not in name)
+    if clip is None:  # the same parts in plain torch, and the same torch.optim: the same bits
+        parts = parts_of(kind)
+        inner = adamw(parts)
+        for step in range(STEPS):
+            loss_at(parts, step, 0).backward()
+            inner.step()
+            inner.zero_grad()
+        assert same([*map(whole, model.parameters())], [*map(whole, parts.parameters())])
     loss_at(model, 0, 0).backward()  # it is plain torch's again
 
 
@@ -188,7 +189,7 @@ def one_decision(kind: str) -> None:
 def replicated_gradients_that_differ(_: None) -> None:
     model, optimizer = made("manual")
     if mesh().get_local_rank("tp"):
-        model.blocks[0].norm.bias.register_hook(lambda grad: 2 * grad)  # type: ignore[union-attr]
+        model.blocks[0].norm.bias.register_hook(lambda grad: 2 * grad)
     with pytest.raises(RuntimeError, match=r"parts have other gradients of replicated_params.*optimizer\.clip_grad_norm_"):
         train(model, optimizer)
     optimizer.close()
@@ -204,30 +205,31 @@ def checkpoints(case: tuple[str, str]) -> None:
     """Each part has its folder; a run that loads all of them goes on to the same bits; parts of two steps are refused."""
     (kind, folder), tp = case, mesh().get_local_rank("tp")
     model, optimizer = made(kind, clip_grad_norm=0.05)
-    for until in (2, STEPS):
-        train(model, optimizer, range(until - 2, until))
+    own = Path(folder, f"part-{tp}-of-2")
+
+    def remove(rank: int, name: str) -> None:
+        dist.barrier()
+        if dist.get_rank() == rank:
+            shutil.rmtree(own / name)
+        dist.barrier()
+
+    for steps in (range(2), range(2, STEPS)):
+        train(model, optimizer, steps)
         optimizer.save_checkpoint(folder)
     optimizer.close()
     want = [whole(param).clone() for param in model.parameters()]
-    own = Path(folder, f"part-{tp}-of-2")
     assert {path.name for path in Path(folder).iterdir()} == {"part-0-of-2", "part-1-of-2"}
-    assert {path.name for path in own.glob("step-*")} == {"step-00000002", "step-00000004"}
-    dist.barrier()
-    if dist.get_rank() == 1:
-        shutil.rmtree(own / "step-00000004")
-    dist.barrier()
+    assert {path.name for path in own.glob("step-*")} == {"step-00000002", "step-00000003"}
+    remove(1, "step-00000003")
     model, optimizer = made(kind, clip_grad_norm=0.05, stage=3)
     for act in (lambda: optimizer.load_checkpoint(folder), lambda: train(model, optimizer)):
-        with pytest.raises(RuntimeError, match=r"have made \[4, 2\] steps: load a checkpoint that all have \(remove newer ones\)"):
+        with pytest.raises(RuntimeError, match=r"have made \[3, 2\] steps: load a checkpoint that all have \(remove newer ones\)"):
             act()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(own / "step-00000004")
-    dist.barrier()
+    remove(0, "step-00000003")
     optimizer.load_checkpoint(folder)
     train(model, optimizer, range(2, STEPS))
     optimizer.close()
-    assert all(map(torch.equal, map(whole, model.parameters()), want))
+    assert same([*map(whole, model.parameters())], want)
     if dist.get_rank() == 0:
         (own / "step-00000002" / "manifest.json").write_text("{}")
     dist.barrier()
@@ -238,22 +240,20 @@ def checkpoints(case: tuple[str, str]) -> None:
 
 
 def refusals(_: None) -> None:
-    tp, world = mesh()["tp"].get_group(), {"process_group": None}
+    tp = mesh()["tp"].get_group()
     for options, words in (
         ({"model_parallel_group": None}, r"need each other \(\[\]: none is replicated\)"),
         ({"replicated_params": None}, r"need each other"),
         ({"model_parallel_group": mesh()["tp"]}, r"must be a ProcessGroup.*mesh\.get_group\(\).*got DeviceMesh"),
         ({"replicated_params": ["bias", "nrm.weight"]}, "is, or ends with, 'nrm.weight'"),
-        (world, r"process_group must have the ranks with the same part.* \[\(0, 0, 1\), \(1, 0, 1\), \(0, 2, 3\), \(1, 2, 3\)\]"),
+        ({"process_group": None}, r"process_group must have the ranks with the same part.* \[\(0, 0, 1\), \(1, 0, 1\), \(0, 2, 3\), \(1, 2, 3\)\]"),
         ({"clip_grad_norm": 1.0 + mesh().get_local_rank("tp")}, r"same data and options.*\(1.0, 'auto'\)\), \(\d, 2, \(2.0, 'auto'\)\)"),
     ):
         with pytest.raises((ValueError, TypeError), match=words):
             made("manual", **options)
     with pytest.raises(ValueError, match="DTensors say which"):
         made("DTensor", model_parallel_group=tp, replicated_params=[])
-    model = Net().to(DEVICE)
-    for block in model.blocks:
-        parallelize_module(block, mesh()["tp"], PLAN)
+    model = parts_of("DTensor")
     inner, dp = adamw(model), {"process_group": mesh()["dp"].get_group()}
     with pytest.raises(ValueError, match="with the same part"):
         zk.ZeroOptimizer(model, inner)
@@ -264,34 +264,10 @@ def refusals(_: None) -> None:
     loss_at(model, 0, 0).backward()
     with pytest.raises(ValueError, match=r"before they have a gradient"):
         zk.ZeroOptimizer(model, inner, **dp)
-    up, placed = Net().to(DEVICE).blocks[0].up, [Shard(0), Replicate()]  # type: ignore[union-attr]
-    up.weight = nn.Parameter(distribute_tensor(up.weight.detach(), mesh(), placed))  # type: ignore[union-attr, operator]
+    up, placed = Net().to(DEVICE).blocks[0].up, [Shard(0), Replicate()]
+    up.weight = nn.Parameter(distribute_tensor(up.weight.detach(), mesh(), placed))
     with pytest.raises(ValueError, match=r"'weight' is a DTensor with .*over one dimension.*leave fully_shard out"):
-        zk.ZeroOptimizer(up, adamw(up), **dp)  # type: ignore[arg-type]
-
-
-def exact(case: tuple[str, dict[str, Any]]) -> None:
-    """The same parts in plain torch, and the same torch.optim: the same bits."""
-    kind, options = case
-    with mock.patch.dict(os.environ, {"ZK_CPU_ADAM": "torch"}):
-        default_engine.cache_clear()
-        model, optimizer = made(kind, **options)
-        train(model, optimizer)
-        optimizer.close()
-    default_engine.cache_clear()
-    parts, other = made(kind)
-    other.close()
-    inner = adamw(parts)
-    for step in range(STEPS):
-        loss_at(parts, step, 0).backward()
-        inner.step()
-        inner.zero_grad()
-    assert all(map(torch.equal, map(whole, model.parameters()), map(whole, parts.parameters())))
-
-
-def check(world: int, cases: list[Any]) -> None:
-    for case, said in zip(cases, run_world(world, call, cases), strict=True):
-        assert said == [None] * world, f"{case}: {said}"
+        zk.ZeroOptimizer(up, adamw(up), **dp)
 
 
 CLIPPED = {"clip_grad_norm": 0.05}
@@ -299,21 +275,20 @@ KINDS = "manual", "DTensor"
 
 
 def test_two_parts_train_what_the_whole_model_trains(tmp_path: Path) -> None:
-    nvme = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": str(tmp_path)}
-    cases: list[Any] = [(exact, (kind, {"stage": stage})) for kind in KINDS for stage in (2, 3)]
-    cases += [(parity, (kind, {"stage": 3, **nvme, **CLIPPED})) for kind in KINDS]
-    check(2, cases)
+    nvme = {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": str(tmp_path)}
+    cases: list[Any] = [("manual", {"stage": 2}), ("DTensor", {"stage": 3}), *((kind, nvme | CLIPPED) for kind in KINDS)]
+    assert faults_of_ranks(2, parity, cases) == {}
 
 
-def test_parts_over_data_parallel_ranks_train_what_the_whole_model_trains() -> None:
-    by_kind: dict[str, list[dict[str, Any]]] = {
-        "manual": [{"stage": 0}, {"stage": 1, "accumulation": 2}, {"stage": 3}],
-        "DTensor": [{"stage": 1}, {"stage": 3}, {"overlap_step": "backward", "optimizer_tier": "host"}],
-    }
-    check(4, [(parity, (kind, CLIPPED | options)) for kind in KINDS for options in by_kind[kind]])
-
-
-def test_parts_decide_together_and_keep_a_folder_each(tmp_path: Path) -> None:
-    cases: list[Any] = [(one_decision, name) for name in ("blocks.1.up.weight", "blocks.2.norm.bias")]
+def test_parts_over_data_parallel_ranks_train_decide_together_and_keep_a_folder_each(tmp_path: Path) -> None:
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("manual", {"stage": 0}),
+        ("manual", {"stage": 1, "accumulation": 2}),
+        ("manual", {"stage": 3}),
+        ("DTensor", {"stage": 1}),
+        ("DTensor", {"overlap_step": "backward", "optimizer_tier": "host"}),
+    ]
+    cases: list[Any] = [(parity, (kind, CLIPPED | options)) for kind, options in ways]
+    cases += [(one_decision, name) for name in ("blocks.1.up.weight", "blocks.2.norm.bias")]
     cases += [(checkpoints, (kind, str(tmp_path / kind))) for kind in KINDS]
-    check(4, [*cases, (replicated_gradients_that_differ, None), (refusals, None)])
+    assert faults_of_ranks(4, call, [*cases, (replicated_gradients_that_differ, None), (refusals, None)]) == {}

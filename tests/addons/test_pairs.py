@@ -1,10 +1,7 @@
-"""Add-ons in pairs: the bits of the same training without those that change none, or a refusal that names both."""
-
-from __future__ import annotations
+"""Add-ons together: the bits of the same training without those that change none."""
 
 import contextlib
 import functools
-import itertools
 import tempfile
 from typing import Any
 
@@ -14,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zk
+from tests.addons.common import faults_of_ranks
 from tests.addons.test_experts import WIDTH, Mixture
 from tests.parity import states_of
-from tests.world import run_world
 
 pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -30,77 +27,63 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"state_dtype": "bf16"},
 }
 CHANGES = {"8bit", "bf16"}  # what is computed
-ONE_OPTION = ({"overlap", "backward"}, {"8bit", "bf16"})
-PAIRS = [pair for pair in itertools.combinations(OPTIONS, 2) if set(pair) not in ONE_OPTION]
+# all pairs of options, with usual passes too where accumulate() stands for them
+CASES = [
+    ("overlap announce experts accumulate parked 8bit", "host"),
+    ("backward announce experts accumulate parked bf16", "nvme"),
+    ("overlap experts parked bf16", "nvme"),
+    ("backward announce experts parked 8bit", "host"),
+    ("overlap announce experts", "nvme"),
+    ("backward experts", "nvme"),
+]
 
 
-def trained(case: tuple[set[str], int, str]) -> list[Tensor]:
-    """Masters and states after three steps of two micro-batches."""
-    names, stage, tier = case
+def trained(case: tuple[str, str], uneven: bool = False) -> list[Tensor]:
+    """Masters and states after three steps of two micro-batches; ``uneven``: of one more on the second rank."""
+    (words, tier), rank = case, dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(0)
     model, options, dtype = Mixture(), dict[str, Any](), torch.bfloat16 if tier == "nvme" else torch.float32
-    for name in names:
+    for name in words.split():
         options |= OPTIONS[name]
-    rank = dist.get_rank() if dist.is_initialized() else 0
     with tempfile.TemporaryDirectory() as folder:
-        options |= {"optimizer_tier": tier, "param_tier": tier if stage == 3 else "device", "nvme_path": folder if tier == "nvme" else None}
+        options |= {"optimizer_tier": tier, "param_tier": tier, "nvme_path": folder if tier == "nvme" else None}
         inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        optimizer = zk.ZeroOptimizer(model, inner, stage=stage, dtype=dtype, clip_grad_norm=0.5, **options)
+        optimizer = zk.ZeroOptimizer(model, inner, stage=3, dtype=dtype, clip_grad_norm=0.5, **options)
         for step in range(3):
-            draws = [torch.Generator().manual_seed(100 * step + 10 * micro + rank) for micro in range(2)]
+            draws = [torch.Generator().manual_seed(100 * step + 10 * micro + rank) for micro in range(2 + uneven * rank)]
             batches = [torch.randn(24, WIDTH, generator=draw).to(dtype) for draw in draws]
-            if "accumulate" in names:
+            if "accumulate" in words:
                 optimizer.accumulate(batches, lambda model, x: model(x) / 2)
-            for x in () if "accumulate" in names else batches:
+            for x in () if "accumulate" in words else batches:
                 is_local = dist.is_initialized() and x is batches[0]  # ranks then add up in the order of accumulate()
                 with optimizer.no_sync() if is_local else contextlib.nullcontext():
                     optimizer.backward(model(x) / 2)
             optimizer.step()
             optimizer.zero_grad()
-            if "parked" in names:
+            if "parked" in words:
                 with optimizer.parked(folder):
                     assert all(bool(param.isnan().all()) for param in model.parameters())
         return states_of(optimizer)
 
 
 @functools.cache
-def wanted(changes: frozenset[str], stage: int, tier: str) -> list[Tensor]:
-    return trained(({*changes}, stage, tier))
+def wanted(words: str, tier: str, uneven: bool) -> list[Tensor]:
+    return trained((words, tier), uneven)
 
 
-def differs(case: tuple[set[str], int, str]) -> list[int]:
-    names, stage, tier = case
-    pairs = zip(trained(case), wanted(frozenset(names & CHANGES), stage, tier), strict=True)
-    return [number for number, (got, want) in enumerate(pairs) if not torch.equal(got, want)]
+def differs(case: tuple[str, str], uneven: bool = False) -> list[int]:
+    want = wanted(" ".join(CHANGES & {*case[0].split()}) + " accumulate" * uneven, case[1], uneven)
+    return [number for number, (got, value) in enumerate(zip(trained(case, uneven), want, strict=True)) if not torch.equal(got, value)]
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_pairs_train_as_without_them(pair: tuple[str, str]) -> None:
-    """Each add-on on either tier, with one or another."""
-    assert differs(({*pair}, 3, ("host", "nvme")[sum(map([*OPTIONS].index, pair)) % 2])) == []
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_they_train_as_without_them(case: tuple[str, str]) -> None:
+    assert differs(case) == []
 
 
-def test_pairs_over_ranks() -> None:
-    """Of those that talk, or wait for others."""
-    cases = [({*pair}, 3, "host") for pair in PAIRS if {"announce", "parked", "experts"} & {*pair} and "bf16" not in pair]
-    table = run_world(2, differs, cases)
-    assert {str(case): rows for case, rows in zip(cases, table, strict=True) if any(rows)} == {}
+def of_rank(case: tuple[str, str]) -> list[int]:
+    return differs(case, uneven=case[0] == "experts accumulate")
 
 
-def uneven(options: dict[str, Any]) -> list[Tensor]:
-    """A rank has one micro-batch more than the other."""
-    torch.manual_seed(0)
-    model = Mixture()
-    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=3, **options)
-    torch.manual_seed(dist.get_rank())
-    for _ in range(2):
-        optimizer.accumulate([torch.randn(24, WIDTH) for _ in range(2 + dist.get_rank())], lambda model, x: model(x) / 3)
-        optimizer.step()
-        optimizer.zero_grad()
-    return states_of(optimizer)
-
-
-def test_ranks_with_experts_may_accumulate_over_other_numbers_of_micro_batches() -> None:
-    plain, experts = run_world(2, uneven, [{}, {"experts": True}], timeout=60)
-    for pair in zip(plain, experts, strict=True):
-        assert all(map(torch.equal, *pair))
+def test_over_ranks_too_and_with_experts_they_may_accumulate_over_other_numbers_of_micro_batches() -> None:
+    assert faults_of_ranks(2, of_rank, [*CASES[:5], ("experts accumulate", "host")]) == {}

@@ -1,13 +1,10 @@
 """optimizer.parked(): memory that is given back and taken again, with the same bits; what is refused inside, and what goes wrong."""
 
-from __future__ import annotations
-
 import contextlib
-import dataclasses
-import functools
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,106 +16,55 @@ import torch.distributed as dist
 from torch import nn
 
 import zk
+from tests.addons.common import faults_of_ranks, told
 from tests.models import DEVICE, GPT, batch, loss_of, step
-from tests.parity import DTYPES, Case, make_optimizer
-from tests.world import run_world
+from tests.parity import place, trained
 from zk import store
 from zk.addons import parked
-from zk.offload.cpu_adam import default_engine
 
 pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
-
-CASES = [
-    *(Case(stage=stage, dtype="bf16", tier=tier) for stage in (0, 1, 2, 3) for tier in ("device", "host", "nvme")),
-    *(Case(stage=stage, dtype=dtype, tier="nvme") for stage in (1, 3) for dtype in ("fp16", "fp32")),
-    Case(stage=0, dtype="fp16", no_sync=True),
-    Case(stage=2, no_sync=True, tier="nvme"),
-    Case(stage=3, dtype="bf16", no_sync=True),
-    Case(stage=2, dtype="bf16", model="frozen"),
-    Case(stage=3, dtype="bf16", model="frozen", tier="nvme"),
-    Case(stage=3, dtype="bf16", model="tied", params="device"),
-    Case(stage=3, dtype="bf16", model="checkpointed", tier="nvme", overlap_step=True),
-    Case(stage=1, optimizer="two"),
-    Case(stage=3, dtype="bf16", tier="device", params="host", optimizer="two"),
-]
+Park = Callable[[zk.ZeroOptimizer, Any, str], None]
 
 
-def made(case: Case, model: nn.Module, folder: str) -> zk.ZeroOptimizer:
-    params = list(model.parameters())
-    inner: Any = make_optimizer("AdamW", params)
-    if case.optimizer == "two":
-        inner = [torch.optim.SGD(params[:3], lr=0.1, momentum=0.9), torch.optim.AdamW(params[3:], lr=1e-2)]
-    return zk.ZeroOptimizer(
-        model,
-        inner,
-        stage=case.stage,
-        dtype=case.dtype,
-        optimizer_tier=case.tier,
-        param_tier=(case.params or case.tier) if case.stage == 3 else "device",
-        nvme_path=folder if case.tier == "nvme" else None,
-        clip_grad_norm=0.5,
-        overlap_step=case.overlap_step,
-        loss_scale=zk.DynamicLossScale(init=2.0**30, factor=2.0**10, hysteresis=1) if case.dtype == "fp16" else None,
-    )
+@pytest.fixture(autouse=True)
+def small() -> Iterator[None]:
+    with mock.patch.object(store, "CHUNK_NUMEL", 2048):
+        yield
 
 
-Park = Callable[[zk.ZeroOptimizer, nn.Module, str], None]
-
-
-def trained(case: Case, park: Park | None) -> dict[str, Any]:
-    """Losses, counts, states and parameters after three steps, with ``park`` wherever a user may call it."""
+def program(park: Park | None, no_sync: bool, model: GPT, optimizer: zk.ZeroOptimizer, number: int) -> None:
+    """Two steps of two micro-batches, the last one but for step(), with ``park`` wherever a user may call it."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    torch.manual_seed(0)
-    model, losses = GPT(case.model), []
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(store, "CHUNK_NUMEL", 2048):
-        optimizer = made(case, model, folder)
-
-        def pause() -> None:
-            if park is not None:
-                park(optimizer, model, folder)
-
-        for number in range(3):
+    with tempfile.TemporaryDirectory() as folder:
+        pause = partial(park, optimizer, model, folder) if park else bool
+        for part in range(2):
             for micro in range(2):
                 pause()
-                with optimizer.no_sync() if case.no_sync and not micro else contextlib.nullcontext():
-                    loss = loss_of(model, batch(100 * number + 10 * micro + rank))
-                    optimizer.backward(loss)
-                losses.append(loss.item())
-            pause()
-            if number:
-                torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.1)
+                loss = loss_of(model, batch(100 * part + 10 * micro + rank))
                 pause()
-            optimizer.step()
-            pause()  # with gradients that step() has used, or an update in flight
-            optimizer.zero_grad()
-        states = optimizer.state_dict()
-        with zk.gather(model.parameters()):
-            params = [param.detach().cpu().clone() for param in model.parameters()]
-        optimizer.close()
-    flat = {f"{key}.{name}": value for key, state in states["state"].items() for name, value in state.items()}
-    counts = {"losses": losses, "skipped": optimizer.skipped_steps, "norm": optimizer.norm, "groups": states["param_groups"]}
-    return counts | flat | dict(enumerate(params))  # type: ignore[arg-type]
+                with optimizer.no_sync() if no_sync and not micro else contextlib.nullcontext():
+                    optimizer.backward(loss)
+            pause()
+            if part:
+                nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.1)
+                pause()
+            else:
+                optimizer.step()
+                pause()  # with gradients that step() has used, or an update in flight
+                optimizer.zero_grad()
 
 
-@functools.cache
-def unparked(case: Case) -> dict[str, Any]:
-    return trained(case, None)
+def differing(park: Park, name: str, no_sync: bool = False, **options: Any) -> list[int]:
+    """What is trained otherwise than without parking, by number."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(store, "CHUNK_NUMEL", 2048):
+        if options.get("dtype") == "fp16":  # the first step overflows
+            options["loss_scale"] = zk.DynamicLossScale(init=2.0**24, factor=2.0**10, hysteresis=1)
+        found = [trained(partial(program, one, no_sync), 1, **place(name, Path(folder)), **options) for one in (None, park)]
+        assert options.get("dtype") != "fp16" or found[0][-1] == 1
+    return [number for number, (one, other) in enumerate(zip(*found, strict=True)) if not torch.equal(one, other)]
 
 
-def wanted(case: Case) -> dict[str, Any]:
-    """Without parking; on one rank neither stage nor tier change a bit."""
-    tier = "device" if case.tier == "device" else "host"  # a device's kernel has other bits than torch's update on the host
-    alike = dataclasses.replace(case, stage=2, tier=tier, params="", no_sync=False, overlap_step=False)
-    return unparked(case if dist.is_initialized() else alike)
-
-
-def unlike(got: dict[Any, Any], want: dict[Any, Any]) -> list[Any]:
-    """The names of what differs."""
-    pairs = {name: (got.get(name), want.get(name)) for name in got | want}
-    return [name for name, (one, other) in pairs.items() if not (torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other)]
-
-
-def park_all(optimizer: zk.ZeroOptimizer, model: nn.Module, folder: str) -> None:
+def park_all(optimizer: zk.ZeroOptimizer, model: Any, folder: str) -> None:
     """On a drive, and where there is a device in host memory too; as somebody who generates."""
     for path in (folder, None)[: 2 if DEVICE.type == "cuda" else 1]:
         before = os.listdir(folder)
@@ -126,46 +72,139 @@ def park_all(optimizer: zk.ZeroOptimizer, model: nn.Module, folder: str) -> None
             assert all(param.isnan().all() for param in model.parameters()) and os.listdir(folder) == before
 
 
-def differences(case: Case) -> list[Any]:
-    with mock.patch.dict(os.environ, {"ZK_CPU_ADAM": "torch"}):
-        default_engine.cache_clear()
-        return unlike(trained(case, park_all), wanted(case))
+def refused(optimizer: zk.ZeroOptimizer, model: Any, folder: str) -> None:
+    """What needs states or parameters is refused inside, and changes nothing."""
+    checkpoint, ids = Path(folder, "saved"), batch(0)
+    if not checkpoint.exists():
+        optimizer.save_checkpoint(checkpoint)
+    groups, saved = [dict(group) for group in optimizer.param_groups], optimizer.state_dict()
+
+    def gathered(**kind: Any) -> None:
+        with zk.gather(model.parameters(), **kind):
+            pass
+
+    calls: dict[str, Callable[[], Any]] = {
+        "step": optimizer.step,
+        "clip": lambda: optimizer.clip_grad_norm_(1.0),
+        "synchronize": optimizer.synchronize,
+        "state_dict": optimizer.state_dict,
+        "load_state_dict": lambda: optimizer.load_state_dict(saved),
+        "save_checkpoint": lambda: optimizer.save_checkpoint(Path(folder, "another")),
+        "load_checkpoint": lambda: optimizer.load_checkpoint(checkpoint),
+        "consolidated_state_dict": optimizer.consolidated_state_dict,
+        "close": lambda: optimizer.close(),
+        "exit": lambda: optimizer.__exit__(KeyError),
+        "forward": lambda: model(ids),
+        "gather": gathered,
+        "master": lambda: gathered(kind="master"),
+        "parked": lambda: optimizer.parked(folder).__enter__(),
+    }
+    if model.head.weight.grad is not None:
+        calls["grad"] = lambda: model.head.weight.grad.norm()
+    else:
+        calls["backward"] = partial(optimizer.backward, loss_of(model, ids))
+    with optimizer.parked(folder):
+        for name, refuses in calls.items():
+            with pytest.raises(RuntimeError, match="is parked: leave"):
+                print(name, refuses())
+    if "backward" in calls:
+        optimizer.zero_grad()
+    assert not Path(folder, "another").exists() and [dict(group) for group in optimizer.param_groups] == groups
 
 
-@pytest.mark.device
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_training_goes_on_with_the_same_bits(case: Case) -> None:
-    assert differences(case) == []
+def full() -> Any:
+    return mock.patch.object(parked, "TemporaryFile", lambda dir: open("/dev/full", "r+b"))
 
 
-def test_ranks_park_together() -> None:
-    cases = [case for case in CASES if case.no_sync or case == Case(stage=1, optimizer="two") or (case.tier == "nvme" and case.dtype == "bf16")]
-    table = run_world(2, differences, cases, timeout=120)
-    assert {str(case): rows for case, rows in zip(cases, table, strict=True) if rows != [[], []]} == {}
+def wrong(optimizer: zk.ZeroOptimizer, model: Any, folder: str) -> None:
+    """Where it cannot be right it is refused before anything is given back."""
+    if DEVICE.type == "cpu":
+        with pytest.raises(ValueError, match="needs path=, a folder"), optimizer.parked():
+            pass
+    with pytest.raises(FileNotFoundError, match="nowhere"), optimizer.parked(Path(folder, "nowhere")):
+        pass
+    with zk.gather(model.parameters()), pytest.raises(RuntimeError, match=r"leave zk\.gather"), optimizer.parked(folder):
+        pass
+    with full(), pytest.raises(OSError, match="No space left"), optimizer.parked(folder):
+        pass
 
 
-def one_fails(case: Case) -> list[Any]:
+def fails(optimizer: zk.ZeroOptimizer, model: Any, folder: str) -> None:
+    """An error inside restores all, and so does another try once there is memory."""
+    with pytest.raises(KeyError, match="inside"), optimizer.parked(folder):
+        raise KeyError("inside")
+    with mock.patch.object(parked, "empty", side_effect=MemoryError("no memory")):
+        with pytest.raises(RuntimeError, match=r"has not come back: MemoryError.*still there: free memory"), optimizer.parked(folder):
+            pass
+        for refuses in (optimizer.step, optimizer.state_dict, optimizer.synchronize, lambda: model(batch(0))):
+            with pytest.raises(RuntimeError, match="has not come back"):
+                refuses()
+        assert all(param.isnan().all() for param in model.parameters())
+    optimizer.synchronize()
+
+
+def writes(optimizer: zk.ZeroOptimizer, model: Any, folder: str) -> None:
+    """What is written to parameters inside is lost by name, and the rest is as it was."""
+    with pytest.raises(RuntimeError, match=r"change \['norm.bias'\] after parked"), optimizer.parked(folder):
+        model.norm.bias.data = torch.zeros(24, device=DEVICE)
+
+
+def two(halves: list[Any], **options: Any) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(halves[0]["params"], lr=0.1, momentum=0.9), torch.optim.AdamW(halves[1:], **options)]
+
+
+CASES: list[tuple[Park, str, dict[str, Any]]] = [
+    (park_all, "0 device", {}),
+    (park_all, "0 host", {"dtype": "fp16", "no_sync": True}),
+    (park_all, "1 nvme", {"dtype": "fp16"}),
+    (park_all, "1 host", {"kind": two}),
+    (park_all, "2 host", {"dtype": "fp32", "no_sync": True}),
+    (park_all, "2 nvme", {"model": "frozen"}),
+    (park_all, "3 device", {}),
+    (park_all, "3 device host", {"kind": two}),
+    (park_all, "3 host device", {"model": "tied"}),
+    (park_all, "3 nvme", {"dtype": "fp16"}),
+    (park_all, "3 nvme", {"dtype": "fp32"}),
+    (park_all, "3 nvme", {"model": "checkpointed", "overlap_step": True}),
+    (refused, "0 host", {}),
+    (refused, "2 host", {"dtype": "fp16"}),
+    (refused, "3 nvme", {}),
+    (wrong, "3 host", {}),
+    (fails, "1 host", {}),
+    (fails, "3 nvme", {}),
+    (writes, "2 host", {}),
+    (writes, "3 host", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("park", "name", "options"),
+    [pytest.param(*case, marks=[pytest.mark.device] * (case[0] is park_all)) for case in CASES],
+    ids=told,
+)
+def test_training_goes_on_with_the_same_bits(park: Park, name: str, options: dict[str, Any]) -> None:
+    assert differing(park, name, **options) == []
+
+
+def one_fails(optimizer: zk.ZeroOptimizer, model: Any, folder: str) -> None:
     """The first rank's drive is full when it is about to park, or what it does inside fails: the other one goes on alike."""
-    said = []
-
-    def full(optimizer: zk.ZeroOptimizer, model: nn.Module, folder: str) -> None:
-        with contextlib.ExitStack() as stack:
-            if dist.get_rank() == 0:
-                stack.enter_context(mock.patch.object(parked, "TemporaryFile", lambda dir: open("/dev/full", "r+b")))  # noqa: SIM115
-            with pytest.raises(OSError, match="No space left"), optimizer.parked(folder):
-                said.append("parked")
-        with contextlib.suppress(KeyError), optimizer.parked(folder):
-            if dist.get_rank() == 0:
-                raise KeyError
-
-    with mock.patch.dict(os.environ, {"ZK_CPU_ADAM": "torch"}):
-        default_engine.cache_clear()
-        return said + unlike(trained(case, full), wanted(case))
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == 0:
+            stack.enter_context(full())
+        with pytest.raises(OSError, match="No space left"), optimizer.parked(folder):
+            pass
+    with contextlib.suppress(KeyError), optimizer.parked(folder):
+        if dist.get_rank() == 0:
+            raise KeyError
 
 
-def test_where_one_rank_cannot_none_does_and_an_error_of_one_is_its_own() -> None:
-    cases = [Case(stage=1), Case(stage=3, dtype="bf16", tier="nvme")]
-    assert run_world(2, one_fails, cases, timeout=120) == [[[], []], [[], []]]
+def of_rank(case: tuple[Park, str, dict[str, Any]]) -> list[int]:
+    return differing(case[0], case[1], **case[2])
+
+
+def test_ranks_park_together_and_where_one_cannot_none_does() -> None:
+    cases = [case for case in CASES if case[0] is park_all and ("no_sync" in case[2] or case[1] == "3 nvme" or case[2].get("kind") is two)]
+    assert faults_of_ranks(2, of_rank, [*cases, (one_fails, "1 host", {}), (one_fails, "3 nvme", {})]) == {}
 
 
 def test_memory_is_given_back_and_taken_again(tmp_path: Path) -> None:
@@ -184,132 +223,14 @@ def test_memory_is_given_back_and_taken_again(tmp_path: Path) -> None:
     assert before - inside > 0.9 * nbytes < process.memory_info().rss - inside
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", [Case(stage=0), Case(stage=2, dtype="fp16"), Case(stage=3, dtype="bf16", tier="nvme")], ids=str)
-def test_what_needs_states_or_parameters_is_refused_inside_and_changes_nothing(case: Case, tmp_path: Path) -> None:
-    saved: dict[str, Any] = {}
-
-    def refused(optimizer: zk.ZeroOptimizer, model: Any, folder: str) -> None:
-        checkpoint, ids = tmp_path / "saved", batch(0)
-        if not checkpoint.exists():
-            optimizer.save_checkpoint(checkpoint)
-            saved.update(optimizer.state_dict())
-        groups = [dict(group) for group in optimizer.param_groups]
-
-        def gathered(**kind: Any) -> None:
-            with zk.gather(model.parameters(), **kind):
-                pass
-
-        calls: dict[str, Callable[[], Any]] = {
-            "step": optimizer.step,
-            "clip": lambda: optimizer.clip_grad_norm_(1.0),
-            "synchronize": optimizer.synchronize,
-            "state_dict": optimizer.state_dict,
-            "load_state_dict": lambda: optimizer.load_state_dict(saved),
-            "save_checkpoint": lambda: optimizer.save_checkpoint(tmp_path / "another"),
-            "load_checkpoint": lambda: optimizer.load_checkpoint(checkpoint),
-            "consolidated_state_dict": optimizer.consolidated_state_dict,
-            "close": lambda: optimizer.close(),
-            "exit": lambda: optimizer.__exit__(KeyError),
-            "forward": lambda: model(ids),
-            "gather": gathered,
-            "master": lambda: gathered(kind="master"),
-            "parked": lambda: optimizer.parked(folder).__enter__(),
-        }
-        if model.head.weight.grad is not None:
-            calls["grad"] = lambda: model.head.weight.grad.norm()
-        with optimizer.parked(folder):
-            for name, call in calls.items():
-                with pytest.raises(RuntimeError, match="is parked: leave"):
-                    print(name, call())
-        assert not (tmp_path / "another").exists() and [dict(group) for group in optimizer.param_groups] == groups
-
-    assert unlike(trained(case, refused), trained(case, None)) == []
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_backward_inside_is_refused_and_a_graph_lives_through_it(stage: int, tmp_path: Path) -> None:
-    found = []
-    for parks in (False, True):
-        torch.manual_seed(0)
-        model = GPT()
-        optimizer = made(Case(stage=stage), model, "")
-        step(model, optimizer)
-        loss, other = loss_of(model, batch(1)), loss_of(model, batch(1))
-        if parks:
-            with optimizer.parked(tmp_path), pytest.raises(RuntimeError, match="is parked: leave"):
-                other.backward()
-            optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        optimizer.close()
-        found.append({name: param.detach().clone() for name, param in model.named_parameters()})
-    assert unlike(*found) == []
-
-
-def test_where_it_cannot_be_right_it_is_refused_before_anything_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(optimizer: zk.ZeroOptimizer, model: nn.Module, folder: str) -> None:
-        if DEVICE.type == "cpu":
-            with pytest.raises(ValueError, match="needs path=, a folder"), optimizer.parked():
-                pass
-        with pytest.raises(FileNotFoundError, match="nowhere"), optimizer.parked(tmp_path / "nowhere"):
-            pass
-        with zk.gather(model.parameters()), pytest.raises(RuntimeError, match=r"leave zk\.gather"), optimizer.parked(tmp_path):
-            pass
-        with monkeypatch.context() as patch:
-            patch.setattr(parked, "TemporaryFile", lambda dir: open("/dev/full", "r+b"))  # noqa: SIM115
-            with pytest.raises(OSError, match="No space left"), optimizer.parked(tmp_path):
-                pass
-
-    assert unlike(trained(Case(stage=3, dtype="bf16"), wrong), trained(Case(stage=3, dtype="bf16"), None)) == []
-
-
-# ---- what goes wrong -------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_error_inside_restores_all_and_so_does_another_try_once_there_is_memory(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(optimizer: zk.ZeroOptimizer, model: nn.Module, folder: str) -> None:
-        with pytest.raises(KeyError, match="inside"), optimizer.parked(folder):
-            raise KeyError("inside")
-
-        def full(*_: Any) -> Any:
-            raise MemoryError("no memory")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(parked, "empty", full)
-            with pytest.raises(RuntimeError, match=r"has not come back: MemoryError.*still there: free memory"), optimizer.parked(folder):
-                pass
-            for call in (optimizer.step, optimizer.state_dict, optimizer.synchronize, lambda: model(batch(0))):
-                with pytest.raises(RuntimeError, match="has not come back"):
-                    call()
-            assert all(param.isnan().all() for param in model.parameters())
-        optimizer.synchronize()
-
-    case = Case(stage=stage, dtype="bf16", tier="nvme" if stage == 3 else "host")
-    assert unlike(trained(case, fails), trained(case, None)) == []
-
-
 def test_a_drive_that_lies_is_heard_and_nothing_is_trained_on(tmp_path: Path) -> None:
     model = GPT()
-    optimizer = made(Case(stage=2), model, "")
+    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=2, optimizer_tier="host")
     step(model, optimizer)
     parking = optimizer.parked(tmp_path)
     with pytest.raises(RuntimeError, match=r"has not come back: OSError.*other bytes"), parking:
         os.pwrite(parking.file.fileno(), b"else", 128)
-    for call in (optimizer.step, optimizer.close):
+    for refuses in (optimizer.step, optimizer.close):
         with pytest.raises(RuntimeError, match="other bytes"):
-            call()
-    assert DTYPES["fp32"] is model.head.weight.dtype and model.head.weight.isnan().all()
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_what_is_written_to_parameters_inside_is_lost_by_name_and_the_rest_is_as_it_was(stage: int) -> None:
-    def writes(optimizer: zk.ZeroOptimizer, model: Any, folder: str) -> None:
-        with pytest.raises(RuntimeError, match=r"change \['norm.bias'\] after parked"), optimizer.parked(folder):
-            model.norm.bias.data = torch.zeros(24, device=DEVICE)
-
-    case = Case(stage=stage)
-    assert unlike(trained(case, writes), trained(case, None)) == []
+            refuses()
+    assert model.head.weight.dtype == torch.float32 and model.head.weight.isnan().all()

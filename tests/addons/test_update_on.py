@@ -1,7 +1,5 @@
 """Updates by way of the device: whatever passes through it, the bits are those of the CPU update."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools
@@ -16,23 +14,17 @@ from torch import nn
 
 import zk
 from tests import softgpu
-from tests.core.test_tiers import walk
-from tests.models import DEVICE, GPT, batch, loss_of, train
-from tests.parity import Stepwise, halved, place, unlike
-from tests.world import run_world
+from tests.addons.common import FOLDER, PROGRAMS, faults_of_ranks, told
+from tests.models import DEVICE, train
+from tests.parity import halved, place, unlike
 from zk import memory, store
 from zk.addons import update_on as module
 from zk.addons.update_on import UpdateOn
 from zk.kernels import reference
 from zk.store import UnitStore
 
-STEPS, COUNT = 4, {"sent": 0}
+COUNT = {"sent": 0}
 device_only = pytest.mark.device_only
-
-
-def told(value: Any) -> str:
-    """An id that is the same in every process."""
-    return value if isinstance(value, str) else "-".join(f"{name}={getattr(one, '__name__', one)}" for name, one in value.items())
 
 
 @contextlib.contextmanager
@@ -60,147 +52,79 @@ def in_small() -> Iterator[None]:
         yield
 
 
-def made(**options: Any) -> tuple[GPT, zk.ZeroOptimizer]:
-    return halved(**{"clip_grad_norm": 0.5, **options})
-
-
-def differing(program: Stepwise, update_on: Any, overlap_step: bool = False, **options: Any) -> list[int]:
+def differing(what: str, update_on: Any, overlap_step: bool = False, steps: int = 3, **options: Any) -> list[int]:
     """What differs from the CPU update, by number."""
     COUNT["sent"] = 0
-    return unlike(program, STEPS, {"update_on": update_on, "overlap_step": overlap_step}, **{"clip_grad_norm": 0.5, **options})
-
-
-def plain(model: GPT, optimizer: zk.ZeroOptimizer, step: int) -> None:
-    optimizer.backward(loss_of(model, batch(step)))
-
-
-def add(model: GPT, optimizer: zk.ZeroOptimizer, step: int) -> None:
-    for micro in range(3):
-        plain(model, optimizer, 10 * step + micro)
-
-
-PLACES = ("0 host", "1 host", "2 host", "3 host", "3 host device", "2 nvme", "3 nvme", "3 nvme device")
-
-
-@device_only
-@pytest.mark.parametrize(("name", "dtype"), [*itertools.product(PLACES, ["bf16"]), ("2 host", "fp32"), ("3 nvme", "fp32")])
-def test_bits_are_those_of_the_cpu_update(name: str, dtype: str, tmp_path: Path) -> None:
-    """All, and in turns half, or as many as are faster there."""
-    assert differing(plain, "device", dtype=dtype, **place(name, tmp_path)) == []
-    every = COUNT["sent"]
-    assert every > 3 * STEPS
-    if PLACES.index(name) % 2:
-        assert differing(add, 0.5, dtype=dtype, **place(name, tmp_path)) == [] and COUNT["sent"] == every // 2
-    else:
-        assert differing(plain, "auto", dtype=dtype, **place(name, tmp_path)) == [] and 3 <= COUNT["sent"] < every
-
-
-@device_only
-@pytest.mark.parametrize("value", ["device", 0.5])
-@pytest.mark.parametrize(("name", "dtype"), [("3 host", "fp32"), ("3 host device", "bf16"), ("3 nvme", "bf16")])
-def test_beside_the_next_forward(name: str, dtype: str, value: Any, tmp_path: Path) -> None:
-    assert differing(add, value, overlap_step=True, dtype=dtype, **place(name, tmp_path)) == [] and COUNT["sent"]
-
-
-def infinite(model: GPT, optimizer: zk.ZeroOptimizer, step: int) -> None:
-    plain(model, optimizer, step)
-    if step == 2:
-        model.norm.bias.grad = torch.full_like(model.norm.bias, float("inf"))
-
-
-def change(model: GPT, optimizer: zk.ZeroOptimizer, step: int) -> None:
-    """What is read and written between steps has been copied down, and goes up again."""
-    optimizer.param_groups[step % 2]["lr"] = 1e-2 / (1 + step)
-    plain(model, optimizer, step)
-    nn.utils.clip_grad_norm_(model.parameters(), 0.2)
-    if step == 1:
-        model.blocks[0].down.bias.grad = None  # type: ignore[union-attr]
-    if step == 2:
-        with torch.no_grad(), zk.gather(model.head.weight, write=True):
-            model.head.weight.clamp_(-0.05, 0.05)
-        with zk.gather(model.head.weight, kind="exp_avg", write=True) as averages:
-            averages[0].zero_()
-    if step == 3:
-        optimizer.load_state_dict(optimizer.state_dict())
-        plain(model, optimizer, step)
-
-
-FOLDER: list[Path] = []
-
-
-def save(model: GPT, optimizer: zk.ZeroOptimizer, step: int) -> None:
-    folder = FOLDER[0] / str(optimizer.config.options.get("update_on"))
-    if step in (1, 2):
-        optimizer.save_checkpoint(folder, async_save=step == 2)
-    if step == 3:
-        optimizer.load_checkpoint(folder)
-    plain(model, optimizer, step)
-    if step == 3:
-        with optimizer.parked():
-            pass
-
-
-@device_only
-@pytest.mark.parametrize(("program", "name"), [*itertools.product((infinite, change, save), ("2 host", "3 host", "3 nvme"))])
-def test_whatever_happens_between_steps(program: Stepwise, name: str, tmp_path: Path) -> None:
-    FOLDER[:] = [tmp_path / "saved"]
-    (tmp_path / "drive").mkdir()
-    assert differing(program, 0.7, **place(name, tmp_path / "drive")) == [] and COUNT["sent"]
+    return unlike(PROGRAMS[what], steps, {"update_on": update_on, "overlap_step": overlap_step}, **options)
 
 
 def several(halves: list[Any], **options: Any) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(halves[:1], **options), torch.optim.Adam(halves[1:], **options)]
 
 
-@device_only
-@pytest.mark.parametrize(
-    "options",
-    (
-        {"kind": torch.optim.Adam, "clip_grad_norm": None},
-        {"state_dtype": "bf16"},
-        {"state_dtype": "8bit"},
-        {"state_dtype": "8bit", "dtype": "fp32"},
-        {"dtype": "fp16", "loss_scale": 1024.0},
-        {"model": "frozen", "stage": 3},
-        {"model": "tied"},
-        {"model": "unused", "stage": 3},
-        {"model": "checkpointed", "stage": 3},
-        {"kind": several, "stage": 1},
-    ),
-    ids=told,
-)
-def test_with_every_kind_of_state(options: dict[str, Any]) -> None:
-    assert differing(plain, "device", **options) == [] and COUNT["sent"]
+CASES: list[tuple[str, str, Any, dict[str, Any]]] = [
+    ("plain", "0 host", "device", {}),
+    ("add gradients", "1 host", 0.5, {}),
+    ("plain", "2 host", "auto", {}),
+    ("plain", "3 host", "device", {}),
+    ("add gradients", "3 host device", 0.5, {}),
+    ("plain", "2 nvme", "device", {"dtype": "fp32"}),
+    ("change rate", "3 nvme", "auto", {}),
+    ("add gradients", "3 nvme device", 0.5, {}),
+    ("add gradients", "3 host", "device", {"overlap_step": True, "dtype": "fp32"}),  # beside the next forward
+    ("add gradients", "3 nvme", 0.5, {"overlap_step": True}),
+    # what is read and written between steps has been copied down, and goes up again
+    ("infinite", "2 host", 0.7, {"steps": 5}),
+    ("assign gradients", "2 nvme", 0.7, {"steps": 3}),
+    ("clip by torch", "3 host", 0.7, {"steps": 4}),
+    ("write parameters", "2 host", 0.7, {"steps": 3}),
+    ("change states", "3 nvme", 0.7, {"steps": 5}),
+    ("load states", "3 host", 0.7, {"steps": 5}),
+    ("save", "2 host", 0.7, {"steps": 5}),
+    ("save", "3 nvme", 0.7, {"steps": 5}),
+    ("plain", "2 host", "device", {"kind": torch.optim.Adam, "clip_grad_norm": None}),
+    ("plain", "2 host", "device", {"state_dtype": "bf16"}),
+    ("plain", "2 host", "device", {"state_dtype": "8bit"}),
+    ("plain", "2 host", "device", {"state_dtype": "8bit", "dtype": "fp32"}),
+    ("plain", "2 host", "device", {"dtype": "fp16", "loss_scale": 1024.0}),
+    ("plain", "3 host", "device", {"model": "frozen"}),
+    ("plain", "1 host", "device", {"kind": several}),
+]
+CHUNKS = 3 + 3 + 1  # of two blocks, and of the rest
 
 
 @device_only
-@pytest.mark.parametrize("seed", range(2))
-def test_any_order_of_what_a_user_does(seed: int, tmp_path: Path) -> None:
-    want = walk(seed, "host", tmp_path, overlap_step=False)
-    for tier in ("host", "nvme"):
-        assert walk(seed, tier, tmp_path, update_on=0.6, **({"param_tier": "device"} if seed else {})) == want
+@pytest.mark.parametrize(("what", "name", "value", "options"), CASES, ids=told)
+def test_bits_are_those_of_the_cpu_update(what: str, name: str, value: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    FOLDER[:] = [tmp_path / "saved"]
+    (tmp_path / "drive").mkdir()
+    assert differing(what, value, **place(name, tmp_path / "drive"), **options) == []
+    every, sent = 3 * CHUNKS, COUNT["sent"]
+    if {"model", "steps", "kind"} & options.keys():
+        assert sent
+    elif value == "auto":
+        assert 3 <= sent < every
+    else:
+        assert sent == (every if value == "device" else every // 2)
 
 
 def ranks_differ(job: tuple[str, str, Any]) -> list[int]:
     name, folder, value = job
     with small():
-        return differing(plain, value, **place(name, Path(folder)))
+        return differing("plain", value, **place(name, Path(folder)))
 
 
 @device_only
 def test_on_two_ranks(tmp_path: Path) -> None:
-    jobs = [(name, str(tmp_path), value) for name, value in (("1 host", "auto"), ("2 nvme", "device"), ("3 host", 0.5), ("3 nvme", 0.5))]
-    assert run_world(2, ranks_differ, jobs, timeout=120) == [[[], []]] * len(jobs)
-
-
-# ---- memory, the share, errors, refusals -------------------------------------------------------------------------------------------------
+    jobs = [(name, str(tmp_path), value) for name, value in (("1 host", "auto"), ("3 nvme", 0.5))]
+    assert faults_of_ranks(2, ranks_differ, jobs) == {}
 
 
 @device_only
 def test_two_blocks_are_on_the_device_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are, and with no wait of the host."""
     torch.manual_seed(0)
-    model = nn.Linear(1024, 256, bias=False, device=DEVICE)  # 128 chunks
+    model = nn.Linear(1024, 64, bias=False, device=DEVICE)  # 32 chunks
     optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), dtype="bf16", optimizer_tier="host", update_on="device")
     model(torch.ones(2, 1024, device=DEVICE, dtype=torch.bfloat16)).float().sum().backward()
     seen: list[int] = []
@@ -215,15 +139,14 @@ def test_two_blocks_are_on_the_device_at_most(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(UpdateOn, "send", watched)
     optimizer.step()
     block = 2048 * (2 + 2 + 2 + 8)  # parameter, gradient, the rest of the master, moments
-    assert len(seen) == 128 and max(seen) <= 2 * block
+    assert len(seen) == 32 and max(seen) <= 2 * block
     optimizer.close()
 
 
 @device_only
 def test_auto_takes_the_share_with_which_both_ways_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = made(update_on="auto")
-    (addon,) = [one for one in optimizer._seams.addons if isinstance(one, UpdateOn)]
-    clock = [0.0]
+    model, optimizer = halved(update_on="auto")
+    (addon,), clock = [one for one in optimizer._seams.addons if isinstance(one, UpdateOn)], [0.0]
 
     def slow(run: Callable[..., None], seconds: float) -> Callable[..., None]:
         def slowly(*given: Any) -> None:
@@ -241,9 +164,8 @@ def test_auto_takes_the_share_with_which_both_ways_end_at_once(monkeypatch: pyte
 
 
 @device_only
-@pytest.mark.parametrize("name", ["2 host", "3 nvme"])
-def test_an_error_is_a_step_that_failed_half_way(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = made(update_on="device", **place(name, tmp_path))
+def test_an_error_is_a_step_that_failed_half_way(tmp_path: Path) -> None:
+    model, optimizer = halved(update_on="device", **place("3 nvme", tmp_path))
     train(model, optimizer, 1)
     saved = optimizer.state_dict()
     apply, calls = UnitStore.apply, itertools.count()
@@ -253,8 +175,7 @@ def test_an_error_is_a_step_that_failed_half_way(name: str, tmp_path: Path, monk
             raise RuntimeError("CUDA error")
         apply(*given)
 
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="CUDA error"):
-        patch.setattr(UnitStore, "apply", fails)
+    with mock.patch.object(UnitStore, "apply", fails), pytest.raises(RuntimeError, match="CUDA error"):
         train(model, optimizer, 1, start=1)
     with pytest.raises(RuntimeError, match="failed half-way"):
         optimizer.state_dict()
@@ -270,7 +191,7 @@ def test_what_is_page_locked_is_given_back() -> None:
     gc.collect()
     memory.trim()
     before = softgpu.pinned_nbytes()
-    model, optimizer = made(update_on=0.5)
+    model, optimizer = halved(update_on=0.5)
     states = [field for one in optimizer._trained for chunk in one.states for field in chunk.fields.values()]
     assert all(field.is_pinned() for field in states)
     train(model, optimizer, 2)
@@ -281,37 +202,27 @@ def test_what_is_page_locked_is_given_back() -> None:
     assert softgpu.pinned_nbytes() == before
 
 
-@device_only
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"optimizer_tier": "device"}, "no effect with optimizer_tier='device'"),
-        ({"kind": torch.optim.NAdam}, r"needs Adam or AdamW .* got \['NAdam'\]"),
-        ({"kind": lambda halves, **o: torch.optim.AdamW(halves, amsgrad=True, **o)}, "without amsgrad"),
-        ({"overlap_step": "backward"}, "use overlap_step=True"),
-    ],
-    ids=told,
-)
-def test_what_cannot_be_right_is_refused_by_name(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=f"update_on='auto' .*{match}"):
-        made(update_on="auto", **options)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"optimizer_tier": "device"}, "no effect with optimizer_tier='device'"),
+    ({"kind": torch.optim.NAdam}, r"needs Adam or AdamW .* got \['NAdam'\]"),
+    ({"kind": lambda halves, **o: torch.optim.AdamW(halves, amsgrad=True, **o)}, "without amsgrad"),
+    ({"overlap_step": "backward"}, "use overlap_step=True"),
+    ({}, "needs numba"),
+]
 
 
 @device_only
-def test_without_numba_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "default_engine", lambda: "torch")
-    with pytest.raises(ValueError, match=r"update_on=0\.5 needs numba"):
-        made(update_on=0.5)
+def test_what_cannot_be_right_is_refused_by_name() -> None:
+    for options, match in REFUSED:
+        engine = mock.patch.object(module, "default_engine", lambda options=options: "numba" if options else "torch")
+        with engine, pytest.raises(ValueError, match=f"update_on='auto' .*{match}"):
+            halved(update_on="auto", **options)
 
 
-@pytest.mark.parametrize("value", ["host", True, 1, 1.0, 0.0, 2.0, [0.5]])
-def test_other_values_are_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match="update_on must be 'device', 'auto' or a share between 0 and 1; got"):
-        UpdateOn(value)
-
-
-@pytest.mark.parametrize("value", ["device", "auto", 0.5])
-def test_where_the_device_is_the_host_it_is_refused(value: Any) -> None:
+def test_other_values_and_hosts_are_refused() -> None:
+    for value in ("host", True, 1, 1.0, 0.0, 2.0, [0.5]):
+        with pytest.raises(ValueError, match="update_on must be 'device', 'auto' or a share between 0 and 1; got"):
+            UpdateOn(value)
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=f"update_on={value!r} needs a GPU"):
-        zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), optimizer_tier="host", update_on=value)
+    with pytest.raises(ValueError, match=r"update_on=0\.5 needs a GPU"):
+        zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), optimizer_tier="host", update_on=0.5)

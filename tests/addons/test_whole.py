@@ -1,7 +1,6 @@
 """Muon, and optimizers that zk does not know: the bits of plain torch wherever parameters are cut, or refused by what differed in a trial."""
 
 import copy
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import zk
+from tests.addons.common import faults_of_ranks
 from tests.models import GPT, step, train
 from tests.parity import Case, Lion, run_case_with
-from tests.world import run_world
 from zk import store
-from zk.addons import ALWAYS
 
 pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
 
@@ -59,6 +57,7 @@ DIRECTIONS: dict[str, Any] = {  # what an optimizer goes along
     "Noisy": lambda self, param, state, group: param.grad + torch.randn_like(param),
     "ByShape": lambda self, param, state, group: param.grad * param.ndim,
     "InPlace": lambda self, param, state, group: param.grad.mul_(2),  # an update that is made again would need what it was
+    "Clamped": lambda self, param, state, group: param.grad.clamp_(-1e-3, 1e-3),  # once more changes nothing: a trial does not see it
     "Counting": lambda self, param, state, group: (group.update(seen=group.get("seen", 0) + 1), param.grad / group["seen"])[1],
     "Rows": lambda self, param, state, group: (state.update(rows=param.grad.square().mean(dim=-1)), param.grad)[1],
     "Bits": lambda self, param, state, group: state.setdefault("first", param.grad.bfloat16()),  # fewer than zk keeps
@@ -97,17 +96,18 @@ def run(case: Case) -> str:
 
 
 GRID = [
-    *(Case(stage=stage, dtype="bf16", optimizer=name, steps=3) for stage in range(4) for name in OPTIONS),
-    *(Case(stage=stage, optimizer=("Muon", "OfWhole")[number % 2], tier="nvme", steps=3) for number, stage in enumerate((0, 1, 2, 3, 3))),
-    *(Case(stage=stage, dtype="fp16", optimizer=name, tier="device", steps=3) for stage, name in enumerate(OPTIONS)),
-    *(Case(stage=2, dtype="bf16", optimizer=name, model="sometimes", accumulation=2, steps=4) for name in ("Muon", "Signs", "OfWhole")),
+    *(Case(stage=stage, dtype="bf16", optimizer="Muon", steps=3) for stage in range(4)),
+    *(Case(stage=stage, dtype="bf16", optimizer=name, steps=3) for stage, name in ((1, "Signs"), (2, "Simple"), (3, "OfWhole"))),
+    *(Case(stage=stage, optimizer=name, tier="nvme", steps=3) for stage, name in ((0, "OfWhole"), (2, "Muon"))),
+    *(Case(stage=stage, dtype="fp16", optimizer=name, tier="device", steps=3) for stage, name in ((1, "OfWhole"), (3, "Muon"))),
+    *(Case(stage=2, dtype="bf16", optimizer=name, model="sometimes", accumulation=2, steps=4) for name in ("Muon", "OfWhole")),
     *(Case(stage=3, dtype="bf16", optimizer=name, model="frozen", tier="nvme", adversary=True, steps=3) for name in ("Muon", "OfWhole")),
     Case(stage=3, dtype="bf16", optimizer="Muon", model="tied", no_sync=True, accumulation=2, clip=None, steps=3),
     Case(stage=3, dtype="bf16", optimizer="Signs", overlap_step=True, steps=3),
-    *(Case(stage=2, optimizer=name, clip=50.0, overlap_step="backward", steps=4) for name in OPTIONS),  # type: ignore[arg-type]
+    *(Case(stage=2, optimizer=name, clip=50.0, overlap_step="backward", steps=4) for name in ("Muon", "Simple")),
 ]
 if torch.cuda.is_available():
-    GRID = [Case(stage=s, dtype="bf16", tier=tier, optimizer="Muon", accumulation=2, steps=2) for s in (2, 3) for tier in ("device", "host")]
+    GRID = [Case(stage=s, dtype="bf16", tier=tier, optimizer="Muon", accumulation=2, steps=2) for s, tier in ((2, "device"), (3, "host"))]
 
 
 @pytest.mark.device
@@ -118,9 +118,8 @@ def test_it_trains_what_plain_torch_trains(case: Case) -> None:
 
 @pytest.mark.device
 def test_ranks_train_what_plain_torch_trains() -> None:
-    cases = [case for number, case in enumerate(GRID) if number % 3 == 0 or (case.optimizer == "Muon" and (case.overlap_step or case.adversary))]
-    table = run_world(2, run, cases, timeout=300)
-    assert {str(case): rows for case, rows in zip(cases, table, strict=True) if any(rows)} == {}
+    """Stages 1 and 3 of all kinds, drives, micro-batches, and what is updated in backward."""
+    assert faults_of_ranks(2, run, GRID if torch.cuda.is_available() else [*GRID[3::2], GRID[1], GRID[6], GRID[14]]) == {}
 
 
 def wrapped(variant: str = "sometimes", **options: Any) -> tuple[nn.Module, list[Any], zk.ZeroOptimizer]:
@@ -166,10 +165,12 @@ def test_a_weight_in_another_order_is_updated_in_its_own(stage: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{"overlap_step": True, "stage": 3}, {"state_dtype": "bf16"}])
-def test_what_updates_slices_is_refused(options: dict[str, Any]) -> None:
+def test_what_updates_slices_or_means_nothing_is_refused(options: dict[str, Any]) -> None:
+    model = GPT()
+    with pytest.raises(ValueError, match="elementwise must be True or False; got 1"):
+        zk.ZeroOptimizer(model, Lion(model.parameters()), elementwise=1)
     says = r"overlap_step=True updates beside.*use overlap_step='backward'|state_dtype= is for Adam"
     for option, inner in (({}, several), ({"parameterwise": True}, Lion)):
-        model = GPT()
         with pytest.raises(ValueError, match=says):
             zk.ZeroOptimizer(model, inner([*model.parameters()]), **options, **option)
 
@@ -196,7 +197,7 @@ def test_the_trial_refuses_by_what_differed_before_anything_moves(name: str, opt
     assert places == [param.data_ptr() for param in model.parameters()] and torch.equal(draws, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("name", [*OPTIONS][1:])
+@pytest.mark.parametrize("name", ["Simple", "OfWhole"])
 def test_schedules_hooks_attributes_and_states_reach_the_update(name: str, tmp_path: Path) -> None:
     """A schedule counts calls in the place of the optimizer's step(), which updates of slices must not call."""
     torch.manual_seed(0)
@@ -222,14 +223,3 @@ def test_schedules_hooks_attributes_and_states_reach_the_update(name: str, tmp_p
                 train(model, optimizer, start=2)
             assert all(map(torch.equal, model.parameters(), plain.parameters())), way
         assert calls == [1] * 5
-
-
-def test_what_means_nothing_or_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = GPT()
-    with pytest.raises(ValueError, match="elementwise must be True or False; got 1"):
-        zk.ZeroOptimizer(model, Lion(model.parameters()), elementwise=1)
-    monkeypatch.setitem(sys.modules, "zk.addons.whole", None)
-    monkeypatch.delitem(ALWAYS, "whole")
-    for option in ("elementwise", "parameterwise"):
-        with pytest.raises(TypeError, match=rf"'{option}' is in zk\.addons\.whole, which is not there"):
-            zk.ZeroOptimizer(model, Lion(model.parameters()), **{option: True})
