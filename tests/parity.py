@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,19 +50,6 @@ class Case:
         default = Case()
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return "-".join(f"{name}={value}" for name, value in values.items() if value != getattr(default, name)) or "default"
-
-
-def spread(cases: Sequence[Case]) -> list[Case]:
-    """Each kind of case at stage 3, and at one of the stages below where it is among ``cases``, in turns.
-
-    Stages differ in what of a unit a rank holds, and kinds in what a model does with it: in pairs, each meets each. That is enough where
-    ranks, devices and drives take their time. All stages and all kinds meet in one process.
-    """
-    below: dict[Case, list[int]] = {}
-    for case in cases:
-        below.setdefault(dataclasses.replace(case, stage=3), []).extend([case.stage] * (case.stage < 3))
-    turns = {kind: stages[number % len(stages)] for number, (kind, stages) in enumerate(below.items()) if stages}
-    return [case for case in cases if case.stage in (3, turns.get(dataclasses.replace(case, stage=3)))]
 
 
 class Lion(torch.optim.Optimizer):

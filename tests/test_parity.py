@@ -1,4 +1,4 @@
-"""Every stage, dtype, accumulation, world size and model trains exactly what plain torch trains.
+"""Every stage, tier, precision, model, optimizer and number of ranks trains exactly what plain torch trains.
 
 Arithmetic is in the same order on both sides (tests/plain.py), so the comparison is bitwise: losses of rank 0, parameters, and the
 optimizer's state. The update runs on the torch engine, whose operations are torch.optim's; the numba engine, which differs from it only in
@@ -15,126 +15,78 @@ from typing import Any
 
 import pytest
 
-from tests.parity import Case, run_case, run_numba_case, spread
+from tests.parity import Case, run_case, run_numba_case
 from tests.world import call, run_world
 
 pytestmark = pytest.mark.usefixtures("torch_engine")  # and no case leaves its own behind
 
-MODELS = ("plain", "tied", "unused", "frozen", "checkpointed")
-DTYPES = ("bf16", "fp32", "fp16")
-# each dtype with one micro-batch and with three in the plain model; each model with one and three in bf16 and, from stage to stage, another dtype
-GRID = [
-    Case(stage=stage, dtype=dtype, accumulation=accumulation, model=model)
-    for stage, accumulation, (number, model) in itertools.product((0, 1, 2, 3), (1, 3), enumerate(MODELS))
-    for dtype in (DTYPES if model == "plain" else dict.fromkeys(("bf16", DTYPES[(stage + number + accumulation) % 3])))
-]
-EXTRA = [
-    Case(stage=stage, dtype="bf16", model=model, **options)
-    for stage, (model, options) in itertools.product(
-        (0, 1, 2, 3),
-        (
-            ("checkpointed_reentrant", {}),
-            ("sometimes", {}),
-            ("elsewhere", {"accumulation": 2}),
-            ("experts", {"accumulation": 3}),
-            ("experts_checkpointed", {}),
-            ("plain", {"optimizer": "Adam"}),
-            ("plain", {"optimizer": "SGD"}),
-            ("plain", {"clip": None}),
-            ("plain", {"accumulation": 3, "no_sync": True}),
-            ("tied", {"tier": "device"}),
-        ),
+TIERS, DTYPES = ("device", "host", "nvme"), ("bf16", "fp32", "fp16")
+# each in its own way: shared, frozen, without a gradient always or at times, used twice, elsewhere, or as the data say; called again in backward
+MODELS = ("plain", "tied", "unused", "frozen", "checkpointed_reentrant", "sometimes", "elsewhere", "experts", "experts_checkpointed")
+MICRO_BATCHES: tuple[dict[str, Any], ...] = ({}, {"accumulation": 3}, {}, {"accumulation": 2, "no_sync": True})
+AT_STAGE_3: tuple[dict[str, Any], ...] = ({}, {"prefetch": 0}, {"prefetch": 3})
+# One process: each stage with each tier in each precision, and each stage with each model, which meets another tier and precision at each of them.
+# Every second drive is late and out of order.
+ALONE = [
+    Case(
+        stage=stage,
+        tier=tier,
+        dtype=dtype,
+        model=MODELS[(4 * stage + 3 * at + number) % len(MODELS)],
+        adversary=tier == "nvme" and (stage + number) % 2 == 1,
+        **MICRO_BATCHES[(stage + 2 * at + number) % 4],
+        **(AT_STAGE_3[number] if stage == 3 else {}),
     )
-] + [Case(stage=3, prefetch=prefetch, model=model) for prefetch in (0, 3) for model in ("plain", "checkpointed", "elsewhere")]
-CASES = GRID + EXTRA
-# the update in the background
+    for stage in (0, 1, 2, 3)
+    for (at, tier), (number, dtype) in itertools.product(enumerate(TIERS), enumerate(DTYPES))
+]
+PLAIN = [Case(stage=stage, dtype="bf16", clip=None if stage % 2 else 0.5) for stage in (0, 1, 2, 3)]
 OVERLAPPED = [
-    Case(stage=stage, dtype="bf16", accumulation=accumulation, model=model, tier=tier, overlap_step=True)
-    for stage, (accumulation, model, tier) in itertools.product(
-        (3,), ((1, "plain", "host"), (3, "checkpointed", "host"), (1, "tied", "nvme"))
-    )
+    Case(stage=3, dtype="bf16", overlap_step=True),
+    Case(stage=3, dtype="bf16", model="tied", tier="nvme", overlap_step=True),
 ]
-# precisions on a drive; and a drive that is late and out of order
-NVME = [
-    *(Case(stage=stage, dtype=dtype, tier="nvme") for stage, dtype in ((0, "fp16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16"))),
-    Case(stage=3, dtype="fp16", accumulation=3, tier="nvme"),
-    *(
-        Case(stage=stage, tier="nvme", adversary=True, model=model, **{"dtype": "bf16", **options})
-        for stage, model, options in (
-            (1, "tied", {}),
-            (2, "plain", {"accumulation": 3}),
-            (2, "sometimes", {"dtype": "fp32"}),
-            (3, "plain", {"accumulation": 3, "no_sync": True}),
-            (3, "plain", {"optimizer": "Adam"}),
-            (3, "plain", {"optimizer": "SGD"}),
-            (3, "tied", {}),
-            (3, "sometimes", {"dtype": "fp32"}),
-            (3, "experts_checkpointed", {"prefetch": 3}),
-            (3, "elsewhere", {"prefetch": 0}),
-        )
-    ),
-]
-# beyond Adam: parameters of one unit with other step counts each; masters, gradients that are clipped; slices that begin anywhere
+# beyond AdamW: parameters of one unit with other step counts each; masters, gradients that are clipped; slices that begin anywhere
 OPTIMIZERS = [
     *(
         Case(stage=index % 4, dtype=("bf16", "fp32")[index % 2], model="sometimes", optimizer=name)
-        for index, name in enumerate(("RMSprop", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "Rprop", "ASGD"))
+        for index, name in enumerate(("RMSprop", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "Rprop", "ASGD", "SGD", "Adam"))
     ),
     Case(stage=3, dtype="bf16", optimizer="RMSprop", tier="nvme", adversary=True),
     Case(stage=2, dtype="fp16", optimizer="NAdam", tier="nvme", accumulation=2),
     Case(stage=3, dtype="bf16", optimizer="Adagrad", overlap_step=True, clip=None),
 ]
 # by the numba engine, against CPUAdam on whole parameters: flat buffers, slices and ranks change nothing
-NUMBA = [
-    Case(stage=stage, dtype=dtype, accumulation=2, clip=None)
-    for stage, dtype in ((0, "bf16"), (1, "fp16"), (2, "fp32"), (3, "fp32"), (3, "bf16"), (3, "fp16"))
-]
-# One process: stages differ in what of a unit it holds and when, which meets the models that are used in their own ways, each precision, and
-# no_sync at each stage; other options at stage 3 and at one more. Models that are part of another one (unused of sometimes,
-# checkpointed of experts_checkpointed) have several micro-batches. Precisions at stages 1 and 2, and what two ranks do with a drive
-# that is late, are theirs.
-ALONE = [
-    case
-    for case in CASES
-    if case in spread(CASES) or case.model in ("sometimes", "elsewhere") or case.no_sync
-    or (case.model in ("plain", "tied") and case == Case(stage=case.stage, dtype=case.dtype, model=case.model))
-    if (case.dtype == "bf16" or (case.model == "plain" and case.stage in (0, 3)))
-    and (case.accumulation == 3 or case.model not in ("unused", "checkpointed"))
-    and (case.dtype == "bf16" or case.accumulation == 1 or case.stage == 3)
-    and (case.model != "tied" or case.accumulation == 1 or case.stage == 3)
-    and (case.model != "checkpointed" or case.stage == 0)  # of experts, and reentrant, at stage 3
-    and (case.model != "experts" or case.stage == 3)
-]  # fmt: skip
-# Two ranks: what they send and when, by stage, precision and model. What an optimizer is they do not look at, nor how often a step is taken.
+NUMBA = [Case(stage=stage, dtype=dtype, accumulation=2, clip=None) for stage, dtype in ((1, "fp16"), (2, "fp32"), (3, "bf16"))]
+# Two ranks: what they send and when. Each stage with each tier, each of them in each precision; experts over ranks have a file of their own.
+OF_RANKS = ("plain", "sometimes", "tied", "elsewhere", "frozen", "checkpointed_reentrant")
 TWO = [
-    *(Case(stage=stage, dtype=dtype) for stage, dtype in ((0, "bf16"), (1, "fp32"), (2, "fp16"))),
-    *(Case(stage=stage, dtype="bf16", accumulation=3, no_sync=no_sync) for stage, no_sync in ((0, True), (1, False))),
-    Case(stage=1, dtype="bf16", model="sometimes"),
+    Case(
+        stage=stage,
+        tier=tier,
+        dtype=DTYPES[(stage + at) % 3],
+        model=OF_RANKS[(stage + 3 * at) % len(OF_RANKS)],
+        adversary=tier == "nvme",
+        **MICRO_BATCHES[(stage + 3 * at) % 4],
+        **(AT_STAGE_3[at] if stage == 3 else {}),
+    )
+    for stage, (at, tier) in itertools.product((0, 1, 2, 3), enumerate(TIERS))
+] + [
     Case(stage=1, dtype="bf16", model="sometimes", optimizer="NAdam"),
     Case(stage=2, dtype="bf16", model="experts_checkpointed"),
-    Case(stage=3, dtype="fp32", prefetch=0),
+    Case(stage=3, dtype="bf16", accumulation=3, no_sync=True),
     Case(stage=3, dtype="bf16", model="checkpointed_reentrant", prefetch=3),
-    Case(stage=3, dtype="bf16", model="elsewhere", accumulation=2),
-    Case(stage=3, dtype="bf16", model="tied", tier="device"),
     Case(stage=3, dtype="bf16", optimizer="SGD", clip=None),
-    *(case for case in OVERLAPPED if case.model in ("plain", "tied")),
-    *(case for case in NVME if case.adversary and (case.no_sync or case.model in ("sometimes", "elsewhere"))),
+    *OVERLAPPED,
 ]
 # Three divide units unevenly: at stage 0, where nothing is divided, one mean.
 THREE = [
-    Case(stage=0, dtype="bf16"),
+    Case(stage=0, dtype="fp16", tier="device"),
     *(Case(stage=stage, dtype="bf16", model=model) for stage, model in ((1, "tied"), (2, "sometimes"), (3, "frozen"))),
-    Case(stage=3, dtype="bf16", model="elsewhere", accumulation=2),
-]
-# what one process does with a drive, and in the background, where two ranks do not do the same
-HERE = [
-    *OVERLAPPED,
-    *(case for case in NVME if case not in TWO and (case.adversary or case.dtype != "fp32" or case.stage == 1)),
-    *OPTIMIZERS,
+    Case(stage=3, tier="nvme", model="elsewhere", accumulation=2),
 ]
 BY_WORLD: dict[int, list[tuple[Callable[[Case], str], Case]]] = {
-    1: [*((run_case, case) for case in (*ALONE, *HERE)), *((run_numba_case, case) for case in NUMBA)],
-    2: [*((run_case, case) for case in TWO), *((run_numba_case, case) for case in NUMBA if case.stage == 1)],
+    1: [*((run_case, case) for case in (*ALONE, *PLAIN, *OVERLAPPED, *OPTIMIZERS)), *((run_numba_case, case) for case in NUMBA)],
+    2: [*((run_case, case) for case in TWO), (run_numba_case, NUMBA[0])],
     3: [(run_case, case) for case in THREE],
 }
 
@@ -142,8 +94,8 @@ BY_WORLD: dict[int, list[tuple[Callable[[Case], str], Case]]] = {
 def trained(case: Case, world: int) -> Case:
     """With as many steps as show all of it: the third one uses every buffer again, and every order is known by then. A branch is used at the second
     step and at the fifth one."""
-    is_long = case.model == "sometimes" and case.tier == "host" and world == 1
-    has_many = case.accumulation == 3 and not case.overlap_step  # passes, of which each uses the buffers of the one before
+    is_long = case.model == "sometimes" and case.optimizer != "AdamW" and world == 1
+    has_many = case.accumulation > 1 and not case.overlap_step  # passes, of which each uses the buffers of the one before
     return dataclasses.replace(case, steps=5 if is_long else 2 if has_many else 3)
 
 

@@ -97,7 +97,7 @@ for number, file in enumerate(sorted(Path(zk.addons.__file__).parent.glob("*.py"
         continue
     assert module not in sys.modules or module == "zk.addons.promised", module  # it is imported when it is used
     if (child := os.fork()) == 0:
-        without(module, CASES[number % 3 :: 3])
+        without(module, CASES[number % 6 :: 6])
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, module
     print(module)
@@ -105,6 +105,6 @@ for number, file in enumerate(sorted(Path(zk.addons.__file__).parent.glob("*.py"
 
 
 def test_without_any_one_of_the_files_the_core_trains_and_its_option_is_refused_by_name() -> None:
-    """Each in a process where it cannot be imported, and its line of the registry, where it has no option, is gone. A third of the smoke runs."""
+    """Each in a process where it cannot be imported, and its line of the registry, where it has no option, is gone. A sixth of the smoke runs."""
     done = run("-c", WALK, env={**os.environ, "ZK_CPU_ADAM": "torch"})
     assert done.returncode == 0 and "zk.addons.parked" in done.stdout, done.stdout + done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import math
 import operator
 import pickle
@@ -19,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_  # the function itself, before there is a ZeroOptimizer: as scripts do
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import zk
 from tests.models import GPT, batch, loss_of, step
 from tests.parity import Lion, make_optimizer
-from tests.world import run_world
+from tests.world import call, run_world
 
 STAGES = (0, 1, 2, 3)
+Trained = tuple[nn.Module, Any]
 
 
 def pair(variant: str = "plain", layers: int = 2) -> tuple[nn.Module, nn.Module]:
@@ -40,8 +39,20 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+def both(stage: int = 2, **options: Any) -> tuple[Trained, Trained]:
+    """A model with its ZeroOptimizer, and the same model with AdamW."""
+    model, plain = pair()
+    return (model, zk.ZeroOptimizer(model, adamw(model), stage=stage, **options)), (plain, adamw(plain))
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
     return [step(model, optimizer, seed) for seed in range(steps)]
+
+
+def assert_near(model: nn.Module, plain: nn.Module) -> None:
+    with zk.gather(model.parameters()):
+        for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-4, atol=1e-5)
 
 
 def several(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -52,104 +63,74 @@ def several(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 @pytest.mark.usefixtures("torch_engine")
-@pytest.mark.parametrize("stage", (1, 3))
-def test_a_list_of_optimizers_with_a_schedule_of_one(stage: int, recwarn: pytest.WarningsRecorder) -> None:
+def test_a_list_of_optimizers_with_a_schedule_of_one(recwarn: pytest.WarningsRecorder) -> None:
     model, plain = pair()
     mine, theirs = several(model), several(plain)
-    with zk.ZeroOptimizer(model, mine, stage=stage) as optimizer:
-        schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (mine[1], theirs[1])]
+    with zk.ZeroOptimizer(model, mine, stage=3) as optimizer:
+        schedules = [ExponentialLR(one, 0.5) for one in (mine[1], theirs[1])]
         for seed in range(3):
-            got = step(model, optimizer, seed)
             want = loss_of(plain, batch(seed))
             want.backward()
             for one in theirs:
                 one.step()
                 one.zero_grad()
+            assert step(model, optimizer, seed) == want.item()
             for schedule in schedules:
                 schedule.step()
-            assert got == want.item()
-        saved = optimizer.state_dict()
         assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1.25e-3, 1.25e-3]
         with pytest.raises(RuntimeError, match="was given to a ZeroOptimizer"):
             mine[0].step()
-    model, _ = pair()
-    with zk.ZeroOptimizer(model, several(model), stage=3) as other:
-        other.load_state_dict(saved)
-        assert other.param_groups[1]["lr"] == 1.25e-3
+        saved = optimizer.state_dict()
+    other, _ = pair()
+    with zk.ZeroOptimizer(other, several(other), stage=1) as again:
+        again.load_state_dict(saved)
+        assert again.param_groups[1]["lr"] == 1.25e-3
     assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]
 
 
-def test_torchs_grad_scaler_is_refused_with_what_does_the_same() -> None:
-    model, _ = pair()
-    with zk.ZeroOptimizer(model, adamw(model)) as optimizer:
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(loss_of(model, batch(0))).backward()
-        with pytest.raises(RuntimeError, match=r"leave torch.amp.GradScaler out: loss_scale=.* optimizer.backward\(loss\)"):
-            scaler.step(optimizer)
-
-
-@pytest.mark.parametrize("options", ({"foreach": True}, {"norm_type": float("inf")}, {"norm_type": 1.0}))
-def test_torchs_clip_by_any_norm(options: dict[str, Any]) -> None:
-    model, plain = pair()
-    with zk.ZeroOptimizer(model, adamw(model), stage=3):
+def test_gradients_that_have_left_are_read_and_clipped_by_any_norm_and_not_written() -> None:
+    for options in ({"foreach": True}, {"norm_type": float("inf")}, {"norm_type": 1.0}):
+        (model, _), (plain, _) = both(stage=3)
         for one in (model, plain):
             loss_of(one, batch(0)).backward()
-        got, want = (clip_grad_norm_(one.parameters(), 0.1, **options) for one in (model, plain))
-        torch.testing.assert_close(got, want)
-        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(param.grad.clone(), other.grad)
-        model.blocks[0].up.weight.grad = torch.full((37, 24), torch.inf)
-        with pytest.raises(RuntimeError, match="error_if_nonfinite"):
-            clip_grad_norm_(model.parameters(), 0.1, error_if_nonfinite=True)
+        torch.testing.assert_close(*(clip_grad_norm_(one.parameters(), 0.1, **options) for one in (model, plain)))
+        torch.testing.assert_close(*(torch.cat([param.grad.view(-1) for param in one.parameters()]) for one in (model, plain)))
+    grad = model.head.weight.grad
+    for change in (lambda: grad[0].zero_(), lambda: grad.chunk(2)[1].mul_(2), lambda: torch.add(grad, 1, out=grad)):
+        with pytest.raises(RuntimeError, match=r"zk.gather\(params, kind=.grad., write=True\)"):
+            change()
+    model.blocks[0].up.weight.grad = torch.full((37, 24), torch.inf)
+    with pytest.raises(RuntimeError, match="error_if_nonfinite"):
+        clip_grad_norm_(model.parameters(), 0.1, error_if_nonfinite=True)
 
 
-def test_a_view_of_a_gradient_is_read_and_not_written() -> None:
-    model, plain = pair()
-    with zk.ZeroOptimizer(model, adamw(model)):
-        for one in (model, plain):
-            loss_of(one, batch(0)).backward()
-        got, want = (torch.cat([param.grad.view(-1) for param in one.parameters()]) for one in (model, plain))
-        torch.testing.assert_close(got, want)
-        grad = model.head.weight.grad
-        for change in (lambda: grad[0].zero_(), lambda: grad.chunk(2)[1].mul_(2), lambda: torch.add(grad, 1, out=grad)):
-            with pytest.raises(RuntimeError, match=r"zk.gather\(params, kind=.grad., write=True\)"):
-                change()
+def test_what_stands_for_a_gradient_is_not_one_elsewhere() -> None:
+    (model, optimizer), _ = both()
+    loss_of(model, batch(0)).backward()
+    model.blocks[1].up.weight.grad = model.blocks[0].up.weight.grad
+    with pytest.raises(RuntimeError, match="weight' is gone"):
+        optimizer.step()
 
 
-def test_what_stands_for_a_gradient_is_not_one_elsewhere_or_later() -> None:
-    model, _ = pair()
-    with zk.ZeroOptimizer(model, adamw(model)) as optimizer:
-        up, down = (block.up.weight for block in model.blocks)
-        for is_later in (False, True):
-            loss_of(model, batch(0)).backward()
-            kept = up.grad
-            if is_later:
-                optimizer.zero_grad()
-            (up if is_later else down).grad = kept
-            with pytest.raises(RuntimeError, match="weight' is gone"):
-                optimizer.step()
-            optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", (1, 3))
 def test_a_model_is_copied_and_pickled_as_a_plain_one(stage: int) -> None:
-    model, plain = pair()
-    with zk.ZeroOptimizer(model, adamw(model), stage=stage) as optimizer:
-        train(model, optimizer, 1)
-        with zk.gather(model.parameters()):
-            copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-            want = model(batch(1))
-        for twin in copies:
-            assert torch.equal(twin(batch(1)), want)
-            loss_of(twin, batch(1)).backward()
-            assert type(twin.head.weight.grad) is Tensor and type(twin._parameters) is dict
-        losses = train(model, optimizer, 2)
-    train(plain, inner := adamw(plain), 1)
+    (model, optimizer), (plain, inner) = both(stage)
+    train(model, optimizer, 1)
+    with zk.gather(model.parameters()):
+        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        want = model(batch(1))
+    for twin in copies:
+        assert torch.equal(twin(batch(1)), want)
+        loss_of(twin, batch(1)).backward()
+        assert type(twin.head.weight.grad) is Tensor and type(twin._parameters) is dict
+    losses = train(model, optimizer, 2)
+    optimizer.close()
+    train(plain, inner, 1)
     assert losses == pytest.approx(train(plain, inner, 2), rel=1e-5)
     assert type(model._parameters) is dict and not model._forward_hooks
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", (1, 3))
 def test_states_of_the_model_are_whole(stage: int) -> None:
     model, _ = pair("tied")
     want = copy.deepcopy(model.state_dict())
@@ -163,79 +144,49 @@ def test_states_of_the_model_are_whole(stage: int) -> None:
     assert torch.equal(got, (want["blocks.1.up.bias"] + 1).bfloat16())
 
 
-@pytest.mark.parametrize("how", ("blocks", "model"))
-@pytest.mark.parametrize("stage", (2, 3))
+@pytest.mark.filterwarnings("ignore:Dynamo")
+@pytest.mark.parametrize(("stage", "how"), ((2, "model"), (3, "blocks"), (3, "backward")))
 def test_compiled_ones_are_compiled_once(stage: int, how: str) -> None:
     torch._dynamo.reset()
-    model, plain = pair(layers=9)
-    if how == "blocks":
-        for block in model.blocks:
-            block.compile(backend="eager")
-    with zk.ZeroOptimizer(model, adamw(model), stage=stage) as optimizer:
-        called = torch.compile(model, backend="eager") if how == "model" else model
-        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-            losses = train(called, optimizer, 1)
-            before = sum(torch._dynamo.utils.counters["frames"].values())
-            losses += train(called, optimizer, 1)
-        assert sum(torch._dynamo.utils.counters["frames"].values()) == before
-    inner = adamw(plain)
-    assert losses == pytest.approx(train(plain, inner, 1) + train(plain, inner, 1), rel=1e-5)
+    model, plain = pair(layers=9 if how == "blocks" else 2)  # one more than there may be compilations of one function
+    for block in model.blocks if how == "blocks" else ():
+        block.compile(backend="eager")
 
-
-@pytest.mark.filterwarnings("ignore:Dynamo")
-@pytest.mark.parametrize("stage", (2, 3))
-def test_backward_may_be_within_what_is_compiled(stage: int) -> None:
-    torch._dynamo.reset()
-    model, plain = pair()
-
-    @torch.compile(backend="eager")
     def descend(one: nn.Module, seed: int) -> Tensor:
         loss = loss_of(one, batch(seed))
         loss.backward()
         return loss
 
-    with zk.ZeroOptimizer(model, adamw(model), stage=stage) as optimizer:
-        losses = []
-        for seed in range(2):
-            losses.append(descend(model, seed).item())
+    called, losses, frames = model, list[float](), list[int]()
+    descending = torch.compile(descend, backend="eager") if how == "backward" else descend
+    with zk.ZeroOptimizer(model, adamw(model), stage=stage) as optimizer, torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        called = torch.compile(model, backend="eager") if how == "model" else model
+        for _ in range(2):
+            losses.append(descending(called, 0).item())
             optimizer.step()
             optimizer.zero_grad()
-    assert losses == pytest.approx(train(plain, adamw(plain), 2), rel=1e-5)
+            frames.append(sum(torch._dynamo.utils.counters["frames"].values()))
+    assert frames[0] == frames[1] or how == "backward"
+    inner = adamw(plain)
+    assert losses == pytest.approx(train(plain, inner, 1) + train(plain, inner, 1), rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", (2, 3))
-def test_evaluation_and_errors_between_steps_change_nothing(stage: int) -> None:
-    model, plain = pair()
-    with zk.ZeroOptimizer(model, adamw(model), stage=stage) as optimizer:
-        with torch.inference_mode():
-            loss_of(model, batch(7))
-        handle = model.blocks[1].up.register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            loss_of(model, batch(0))
-        handle.remove()
-        first = step(model, optimizer)
-        with torch.no_grad():
-            loss_of(model.eval(), batch(7))
-        model.train()
-        assert [first, *train(model, optimizer, 2)] == pytest.approx([step(plain, inner := adamw(plain)), *train(plain, inner, 2)], rel=1e-5)
+def test_evaluation_and_errors_between_steps_change_nothing() -> None:
+    (model, optimizer), (plain, inner) = both(stage=3)
+    with torch.inference_mode():
+        loss_of(model, batch(7))
+    handle = model.blocks[1].up.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, batch(0))
+    handle.remove()
+    first = step(model, optimizer)
+    with torch.no_grad():
+        loss_of(model.eval(), batch(7))
+    model.train()
+    assert [first, *train(model, optimizer, 2)] == pytest.approx([step(plain, inner), *train(plain, inner, 2)], rel=1e-5)
 
 
-def test_a_failed_step_is_not_trained_on_until_states_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = pair()
-    with zk.ZeroOptimizer(model, adamw(model), stage=3) as optimizer:
-        train(model, optimizer, 1)
-        saved, weights = optimizer.state_dict(), model.state_dict()
-        store = optimizer._runtime.stores[-1]
-        loss_of(model, batch(1)).backward()
-        with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
-            patch.setattr(store, "update", lambda *_: (_ for _ in ()).throw(OSError("no space")))
-            optimizer.step()
-        for call in (lambda: model(batch(0)), optimizer.step, optimizer.state_dict):
-            with pytest.raises(RuntimeError, match="a step failed half-way"):
-                call()
-        optimizer.load_state_dict(saved)
-        model.load_state_dict(weights)
-        train(model, optimizer, 1)
+# ---- alone, and on two ranks -------------------------------------------------------------------------------------------------
 
 
 class Fuse(torch.autograd.Function):
@@ -251,96 +202,103 @@ class Fuse(torch.autograd.Function):
 def failing(case: tuple[int, bool]) -> None:
     """The next backward adds to what an interrupted one has made, or a step uses it."""
     stage, is_followed = case
-    model, plain = pair()
-    with zk.ZeroOptimizer(model, adamw(model), stage=stage, loss_scale=256.0) as optimizer:
-        inner = adamw(plain)
-        for one, by in ((model, optimizer), (plain, inner)):
-            descend = by.backward if by is optimizer else Tensor.backward
-            descend(loss_of(one, batch(1)))
-            by.step()
-            by.zero_grad()
-            handle = one.blocks[0].register_forward_hook(lambda _, args, output: Fuse.apply(output))
-            with pytest.raises(OSError, match="blown"):
-                descend(loss_of(one, batch(2)))
-            handle.remove()
-            if is_followed:
-                descend(loss_of(one, batch(3)))
-            by.step()
-            by.zero_grad()
-            descend(loss_of(one, batch(4)))
-            by.step()
-        with zk.gather(model.parameters()):
-            for got, want in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-4, atol=1e-5)
+    (model, optimizer), (plain, inner) = both(stage, loss_scale=256.0)
+    for one, by in ((model, optimizer), (plain, inner)):
+        descend = by.backward if by is optimizer else Tensor.backward
+        descend(loss_of(one, batch(1)))
+        by.step()
+        by.zero_grad()
+        handle = one.blocks[0].register_forward_hook(lambda _, args, output: Fuse.apply(output))
+        with pytest.raises(OSError, match="blown"):
+            descend(loss_of(one, batch(2)))
+        handle.remove()
+        if is_followed:
+            descend(loss_of(one, batch(3)))
+        by.step()
+        by.zero_grad()
+        descend(loss_of(one, batch(4)))
+        by.step()
+    assert_near(model, plain)
+    optimizer.close()
 
 
-FAILING = [(stage, is_followed) for stage in STAGES for is_followed in (False, True)]
-
-
-@pytest.mark.parametrize("case", FAILING, ids=str)
-def test_a_backward_that_fails_loses_no_gradient(case: tuple[int, bool]) -> None:
-    failing(case)
-
-
-def bad(case: tuple[int, str, float]) -> str:
+def bad(case: tuple[int, str, float]) -> None:
     """A gradient of one rank is not finite in the second of three steps."""
     stage, dtype, value = case
     rank = dist.get_rank() if dist.is_initialized() else 0
-    model, _ = pair()
-    with zk.ZeroOptimizer(model, adamw(model), stage=stage, dtype=dtype, loss_scale=8.0) as optimizer:
+    (model, optimizer), _ = both(stage, dtype=dtype, loss_scale=8.0)
 
-        def states() -> list[Any]:
-            optimizer.zero_grad()
-            found = [value.clone() for value in optimizer.consolidated_state_dict("fp32", rank0_only=False).values()]
-            return found + [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+    def states() -> list[Any]:
+        optimizer.zero_grad()
+        found = [value.clone() for value in optimizer.consolidated_state_dict("fp32", rank0_only=False).values()]
+        return found + [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
 
-        for factor in (1.0, value if rank == 0 else 1.0, 1.0):
-            before = states()
-            optimizer.backward(loss_of(model, batch(0)) * factor)
-            optimizer.step()
-            has_changed = not all(map(torch.equal, before, states()))
-            if has_changed != math.isfinite(optimizer.norm):
-                return f"{case}: {has_changed}, {optimizer.norm}"
-        return "" if (optimizer.num_steps, optimizer.skipped_steps) == (2, 1) else f"{case}: {optimizer.metrics()}"
-
-
-BAD = [(stage, dtype, value) for stage, (dtype, value) in enumerate((("fp32", math.nan), ("bf16", math.inf), ("fp16", math.inf), ("bf16", math.nan)))]
+    for factor in (1.0, value if rank == 0 else 1.0, 1.0):
+        before = states()
+        optimizer.backward(loss_of(model, batch(0)) * factor)
+        optimizer.step()
+        has_changed = not all(map(torch.equal, before, states()))
+        assert has_changed == math.isfinite(optimizer.norm) == math.isfinite(factor if rank == 0 else optimizer.norm)
+    assert (optimizer.num_steps, optimizer.skipped_steps) == (2, 1)
+    optimizer.close()
 
 
-@pytest.mark.parametrize("case", BAD, ids=str)
-def test_nan_and_inf_never_reach_the_optimizer(case: tuple[int, str, float]) -> None:
-    assert bad(case) == ""
+def collected(case: tuple[int, bool]) -> None:
+    stage, is_closed = case
+    (model, optimizer), _ = both(stage, dtype="bf16")
+    loss_of(model, batch(0)).backward()
+    optimizer.step()  # gradients that have left are still referred to
+    if is_closed:
+        optimizer.close()
+    dead = weakref.ref(model), weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in dead] == [None, None]
 
 
-def job(case: tuple[Callable[[Any], Any], Any]) -> Any:
-    return case[0](case[1])
+ALONE: list[tuple[Callable[[Any], None], Any]] = [
+    *((failing, (stage, stage % 2 == 0)) for stage in STAGES),
+    (bad, (1, "bf16", math.inf)),
+    (bad, (3, "fp16", math.nan)),
+    *((collected, case) for case in ((2, True), (3, False))),
+]
+RANKS: list[tuple[Callable[[Any], None], Any]] = [
+    *((failing, case) for case in ((0, True), (1, False), (2, False), (3, False), (3, True))),
+    *((bad, case) for case in ((0, "fp32", math.nan), (1, "bf16", math.inf), (2, "fp16", math.inf), (3, "bf16", math.nan))),
+    (collected, (3, False)),
+]
+
+
+@pytest.mark.parametrize(("function", "case"), ALONE, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_interrupted_backwards_lose_nothing_nan_reaches_no_state_and_models_are_collected(function: Callable[[Any], None], case: Any) -> None:
+    function(case)
 
 
 def test_two_ranks_too() -> None:
-    jobs = [(bad, case) for case in BAD] + [(collected, case) for case in COLLECTED] + [(failing, case) for case in FAILING]
-    wanted = [""] * len(BAD) + [[True, True]] * len(COLLECTED) + [None] * len(FAILING)
-    assert run_world(2, job, jobs) == [[want] * 2 for want in wanted]
+    assert run_world(2, call, RANKS) == [[None, None]] * len(RANKS)
 
 
 def test_a_second_thread_is_refused_at_stage_3() -> None:
-    model, _ = pair()
+    (model, optimizer), _ = both(stage=3)
     inside, done, said = threading.Event(), threading.Event(), []
 
     def wait(*_: Any) -> None:
         inside.set()
         done.wait(30)
 
-    with zk.ZeroOptimizer(model, adamw(model), stage=3) as optimizer:
-        handle = model.blocks[1].register_forward_pre_hook(wait)
-        thread = threading.Thread(target=lambda: said.append(loss_of(model, batch(0)).item()))
-        thread.start()
-        inside.wait(30)
-        with pytest.raises(RuntimeError, match="two threads call the model at once"):
-            model(batch(0))
-        done.set()
-        thread.join()
-        handle.remove()
-        assert said == [step(model, optimizer)]
+    handle = model.blocks[1].register_forward_pre_hook(wait)
+    thread = threading.Thread(target=lambda: said.append(loss_of(model, batch(0)).item()))
+    thread.start()
+    inside.wait(30)
+    with pytest.raises(RuntimeError, match="two threads call the model at once"):
+        model(batch(0))
+    done.set()
+    thread.join()
+    handle.remove()
+    assert said == [step(model, optimizer)]
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------------------
 
 
 class Unknown(torch.optim.AdamW):
@@ -353,112 +311,97 @@ class OtherDefaults(torch.optim.AdamW):
         super().__init__(params, lr=1e-2, betas=(0.8, 0.9))
 
 
-UNKNOWN = [(Unknown, "Unknown"), (Lion, "tests.parity.Lion"), (torch.optim.LBFGS, "lbfgs.LBFGS"), (torch.optim.Adafactor, "Adafactor")]
-
-
-@pytest.mark.parametrize(("kind", "name"), UNKNOWN)
-def test_optimizers_of_unknown_arithmetic_are_refused_by_name(kind: Callable[..., Any], name: str) -> None:
-    model = nn.Linear(4, 4, bias=False)
-    with pytest.raises(TypeError, match=f"zk knows the arithmetic of .*{name}, of which it cannot tell what.*Addon.rules"):
-        zk.ZeroOptimizer(model, kind(model.parameters()))
+@pytest.mark.usefixtures("torch_engine")
+def test_optimizers_of_unknown_arithmetic_are_refused_by_name_and_other_defaults_are_none() -> None:
+    unknown = ((Unknown, "Unknown"), (Lion, "tests.parity.Lion"), (torch.optim.LBFGS, "lbfgs.LBFGS"), (torch.optim.Adafactor, "Adafactor"))
+    model, plain = pair()
+    for kind, name in unknown:
+        with pytest.raises(TypeError, match=f"zk knows the arithmetic of .*{name}, of which it cannot tell what.*Addon.rules"):
+            zk.ZeroOptimizer(model, kind(model.parameters()))
     with pytest.raises(ValueError, match="state_dtype"):
         zk.ZeroOptimizer(model, torch.optim.NAdam(model.parameters()), state_dtype="bf16")
+    optimizer = zk.ZeroOptimizer(model, OtherDefaults(model.parameters()))
+    assert train(model, optimizer) == train(plain, OtherDefaults(plain.parameters()))
 
 
-@pytest.mark.usefixtures("torch_engine")
-def test_a_subclass_with_other_defaults_is_its_base() -> None:
-    model, plain = pair()
-    with zk.ZeroOptimizer(model, OtherDefaults(model.parameters())) as optimizer:
-        assert train(model, optimizer) == train(plain, OtherDefaults(plain.parameters()))
-
-
-def test_changed_groups_are_refused() -> None:
-    model, _ = pair()
-    with zk.ZeroOptimizer(model, adamw(model)) as optimizer:
-        loss_of(model, batch(0)).backward()
-        (group,) = optimizer.param_groups
-        group["amsgrad"] = True
-        with pytest.raises(ValueError, match="asks for max_exp_avg_sq"):
-            optimizer.step()
-        group.update(amsgrad=False, params=group["params"][:-1])
-        with pytest.raises(ValueError, match="param_groups have other parameters"):
-            optimizer.step()
-        group["params"] = list(model.parameters())
+def test_changed_groups_and_torchs_grad_scaler_are_refused() -> None:
+    (model, optimizer), _ = both()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, batch(0))).backward()
+    with pytest.raises(RuntimeError, match=r"leave torch.amp.GradScaler out: loss_scale=.* optimizer.backward\(loss\)"):
+        scaler.step(optimizer)
+    (group,) = optimizer.param_groups
+    group["amsgrad"] = True
+    with pytest.raises(ValueError, match="asks for max_exp_avg_sq"):
         optimizer.step()
-        with pytest.raises(RuntimeError, match=r"add_param_group\(\) on a ZeroOptimizer"):
-            optimizer.add_param_group({"params": []})
-
-
-def collected(case: tuple[int, bool]) -> list[Any]:
-    stage, is_closed = case
-    model, _ = pair()
-    optimizer = zk.ZeroOptimizer(model, adamw(model), stage=stage, dtype="bf16")
-    loss_of(model, batch(0)).backward()
-    optimizer.step()  # gradients that have left are still referred to
-    if is_closed:
-        optimizer.close()
-    dead = weakref.ref(model), weakref.ref(optimizer)
-    del model, optimizer
-    gc.collect()
-    return [reference() is None for reference in dead]
-
-
-COLLECTED = [(stage, is_closed) for stage in (2, 3) for is_closed in (False, True)]
-
-
-@pytest.mark.parametrize("case", COLLECTED, ids=str)
-def test_models_are_collected(case: tuple[int, bool]) -> None:
-    assert collected(case) == [True, True]
+    group.update(amsgrad=False, params=group["params"][:-1])
+    with pytest.raises(ValueError, match="param_groups have other parameters"):
+        optimizer.step()
+    group["params"] = list(model.parameters())
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"add_param_group\(\) on a ZeroOptimizer"):
+        optimizer.add_param_group({"params": []})
 
 
 def test_states_that_do_not_fit_are_refused_before_anything_changes() -> None:
-    model, other = pair()
-    with zk.ZeroOptimizer(model, adamw(model)) as optimizer:
-        train(model, optimizer, 1)
-        good = optimizer.state_dict()
-        bad = copy.deepcopy(good)
-        bad["state"][3]["exp_avg"], bad["param_groups"][0]["lr"] = torch.zeros(5), 77.0
-        with pytest.raises(ValueError, match=r"'exp_avg' of .* has shape \(5,\)"):
-            optimizer.load_state_dict(bad)
-        del good["state"][3]["exp_avg_sq"]
-        with pytest.raises(ValueError, match="have no 'exp_avg_sq'"):
-            optimizer.load_state_dict(good)
-        assert optimizer.param_groups[0]["lr"] == 1e-2
-        with (
-            zk.ZeroOptimizer(other, adamw(other.blocks)) as small,
-            pytest.raises(ValueError, match="groups of"),
-        ):
-            small.load_state_dict(good)
+    (model, optimizer), (other, _) = both()
+    train(model, optimizer, 1)
+    good = optimizer.state_dict()
+    bad = copy.deepcopy(good)
+    bad["state"][3]["exp_avg"], bad["param_groups"][0]["lr"] = torch.zeros(5), 77.0
+    with pytest.raises(ValueError, match=r"'exp_avg' of .* has shape \(5,\)"):
+        optimizer.load_state_dict(bad)
+    del good["state"][3]["exp_avg_sq"]
+    with pytest.raises(ValueError, match="have no 'exp_avg_sq'"):
+        optimizer.load_state_dict(good)
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    with zk.ZeroOptimizer(other, adamw(other.blocks)) as small, pytest.raises(ValueError, match="groups of"):
+        small.load_state_dict(good)
 
 
-def test_a_field_of_an_add_on_is_gathered_by_its_name() -> None:
-    class Average(zk.Addon):
-        def codec(self, unit: Any, codec: Any) -> Any:
-            return type(codec)({**codec.fields, "average": torch.float32}) if unit.is_trained else codec
+def test_stepping_between_forward_and_backward_is_caught_as_torch_does() -> None:
+    (model, optimizer), _ = both()
+    early = loss_of(model, batch(0))
+    step(model, optimizer, 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        early.backward()
 
-        def updated(self, store: Any) -> None:
-            for number in range(len(store.bounds)):
-                with store.open(number) as fields:
-                    fields["average"].lerp_(store.codec.read(fields, "master"), 0.5)
 
+def test_a_closed_optimizer_refuses_and_leaves_model_and_optimizer_usable(tmp_path: Path) -> None:
     model, _ = pair()
-    with zk.ZeroOptimizer(model, adamw(model), stage=3, addons=[Average()]) as optimizer:
-        train(model, optimizer, 1)
-        with zk.gather(model.parameters(), kind="average") as averages, zk.gather(model.parameters()):
-            for average, param in zip(averages, model.parameters(), strict=True):
-                torch.testing.assert_close(average, param / 2)
+    drive: dict[str, Any] = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path}
+    with zk.ZeroOptimizer(model, inner := adamw(model), stage=3, **drive) as optimizer:
+        step(model, optimizer)
+        loss = loss_of(model, batch(1))
+        for refused in (inner.step, inner.state_dict):
+            with pytest.raises(RuntimeError, match=r"this AdamW was given to a ZeroOptimizer"):
+                refused()
+        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+            loss_of(model, batch(0)).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        optimizer.close(gather=True)
+    for refused in (optimizer.step, optimizer.state_dict, optimizer.synchronize, loss.backward):
+        with pytest.raises(RuntimeError, match="closed"):
+            refused()
+    optimizer.close()
+    before = model.head.weight.clone()
+    loss_of(model, batch(0)).backward()
+    inner.step()
+    assert not torch.equal(before, model.head.weight)
+
+
+# ---- gather ------------------------------------------------------------------------------------------------------------------
 
 
 def test_states_are_written_after_an_update_in_flight() -> None:
-    model = GPT()
-    store = zk.ZeroOptimizer(model, adamw(model), stage=2)._runtime.stores[0]
-    order: list[str] = []
+    (_, optimizer), _ = both()
+    store, order = optimizer._runtime.stores[0], list[str]()
     store.updating = lambda: order.append("updated")
     store.write("exp_avg", 0, torch.ones(()))
     assert order == ["updated"] and store.read("exp_avg", 0).eq(1).all()
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("stage", STAGES)
 def test_gather_shows_and_changes_what_was_assigned(stage: int) -> None:
     model = nn.Linear(4, 4)
     optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=stage)
@@ -476,45 +419,29 @@ def test_gather_shows_and_changes_what_was_assigned(stage: int) -> None:
     assert torch.equal(optimizer.consolidated_state_dict()["weight"], before - 3)
 
 
-def test_torchs_clip_takes_sums_in_fp32_at_every_stage() -> None:
-    def norm(stage: int) -> float:
-        torch.manual_seed(0)
-        model = GPT()
-        optimizer = zk.ZeroOptimizer(model, adamw(model), stage=stage, dtype="bf16")
-        for seed in range(3):
-            optimizer.backward(loss_of(model, batch(seed)))
-        return float(clip_grad_norm_(model.parameters(), 0.1))
+def test_what_is_gathered_to_be_written_can_be_gathered_to_be_read(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    drive: dict[str, Any] = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path}
+    with zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, **drive):
 
-    assert len({norm(stage) for stage in (0, 1, 2, 3)}) == 1
+        def total() -> float:
+            with zk.gather(model.parameters()):
+                return sum(param.sum().item() for param in model.parameters())
 
-
-@pytest.mark.parametrize("how", ("a graph", "an error"))
-def test_what_backward_has_left_is_collected(how: str) -> None:
-    def trained(is_wrapped: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = zk.ZeroOptimizer(model, inner, stage=2, units=[nn.Linear]) if is_wrapped else inner
-        loss = model(torch.ones(2, 4)).square().sum()
-        if how == "a graph":
-            loss.backward(create_graph=True)
-        else:
-            failing = model[0].weight.register_hook(lambda grad: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                loss.backward()
-            failing.remove()
+        with zk.gather(model.parameters(), write=True), torch.no_grad():
             for param in model.parameters():
-                param.grad = torch.ones_like(param)
-        optimizer.step()
-        return [param.detach().clone() for param in model.parameters()]
+                param.fill_(1)
+            assert total() == 40
+        assert total() == 40
+        with pytest.raises(RuntimeError, match="was changed, and at stage 3 that is lost"), zk.gather(model.parameters()), torch.no_grad():
+            model[0].weight.fill_(2)
+            assert total() == 56
+        assert total() == 40
 
-    assert all(map(torch.allclose, trained(True), trained(False)))
+
+# ---- the optimizer protocol --------------------------------------------------------------------------------------------------
 
 
-# ---- the optimizer protocol ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("torch_engine")
 def test_it_is_an_optimizer_and_its_groups_are_the_users() -> None:
     model, _ = pair()
     inner = torch.optim.AdamW([{"params": [model.head.weight], "lr": 1.0, "name": "head"}, {"params": list(model.blocks.parameters())}], lr=1e-2)
@@ -533,8 +460,6 @@ def test_it_is_an_optimizer_and_its_groups_are_the_users() -> None:
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
     "inner lambda": lambda o: LambdaLR(o, lambda t: 1 / (t + 1)),
-    "inner step": lambda o: StepLR(o, 1, 0.5),
-    "zk cosine": lambda o: CosineAnnealingLR(o, 5),
     "zk onecycle": lambda o: OneCycleLR(o, 0.1, total_steps=10),
     "inner plateau": lambda o: ReduceLROnPlateau(o, patience=0),
 }
@@ -548,17 +473,17 @@ def test_schedulers_drive_it_from_either_optimizer(name: str, recwarn: pytest.Wa
     first = make(inner) if "inner" in name else None
     with zk.ZeroOptimizer(model, inner) as optimizer:
         schedules = [first or make(optimizer), make(theirs)]
-        for seed in range(5):
+        for seed in range(4):
             assert step(model, optimizer, seed) == step(plain, theirs, seed)
             for schedule in schedules:
                 schedule.step(*([1.0] if "plateau" in name else []))
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
     assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
 
 
+@pytest.mark.usefixtures("torch_engine")
 @pytest.mark.parametrize("when", ("before", "after"))
-def test_hooks_of_the_users_optimizer_and_of_zks_run_around_steps_and_states(when: str) -> None:
-    model, _ = pair()
+def test_hooks_and_closures_run_around_steps_and_states(when: str) -> None:
+    model, plain = pair()
     inner, calls = adamw(model), []
 
     def register() -> None:
@@ -569,27 +494,6 @@ def test_hooks_of_the_users_optimizer_and_of_zks_run_around_steps_and_states(whe
         inner.register_load_state_dict_pre_hook(lambda optimizer, state: calls.append(state["mine"]))
         inner.register_load_state_dict_post_hook(lambda *_: calls.append("after a load"))
 
-    if when == "before":
-        register()
-    with zk.ZeroOptimizer(model, inner) as optimizer:
-        if when == "after":
-            register()
-        step(model, optimizer)
-        optimizer.load_state_dict(optimizer.state_dict())
-        assert calls == ["before a step", "after a step", "before a state", 1, "after a load"]
-        optimizer.register_state_dict_post_hook(lambda _, state: {**state, "own": 2})
-        optimizer.register_load_state_dict_pre_hook(lambda _, state: calls.append(state["own"]))
-        optimizer.load_state_dict(optimizer.state_dict())
-    assert 2 in calls
-
-
-@pytest.mark.usefixtures("torch_engine")
-def test_closures_and_step_hooks_run() -> None:
-    model, plain = pair()
-    optimizer, calls = zk.ZeroOptimizer(model, adamw(model)), list[str]()
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-
     def closure() -> Tensor:
         calls.append("closure")
         assert torch.is_grad_enabled()
@@ -598,68 +502,53 @@ def test_closures_and_step_hooks_run() -> None:
         loss.backward()
         return loss
 
-    assert optimizer.step(closure).item() == step(plain, adamw(plain), 1)
-    assert calls == ["before", "closure", "after"] and all(map(torch.equal, model.parameters(), plain.parameters()))
+    if when == "before":
+        register()
+    with zk.ZeroOptimizer(model, inner) as optimizer:
+        if when == "after":
+            register()
+        assert optimizer.step(closure).item() == step(plain, adamw(plain), 1)
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert calls == ["before a step", "closure", "after a step", "before a state", 1, "after a load"]
+        optimizer.register_step_pre_hook(lambda *_: calls.append("zk before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("zk after"))
+        optimizer.register_state_dict_post_hook(lambda _, state: {**state, "own": 2})
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: calls.append(state["own"]))
+        step(model, optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert all(torch.isfinite(param).all() for param in model.parameters()) and {"zk before", "zk after", 2} <= {*calls}
 
 
 @pytest.mark.usefixtures("torch_engine")
-def test_state_dict_and_wrapping_in_mid_training_resume_bit_for_bit() -> None:
-    for dtype, kind in (("fp32", "Adam"), ("bf16", "AdamW"), ("bf16", "SGD")):  # Adam's is of amsgrad
-        model, other = pair()
-        optimizer = zk.ZeroOptimizer(model, make_optimizer(kind, list(model.parameters())), dtype=dtype)
-        if dtype == "fp32":  # begun by torch
-            optimizer.close()
-            train(model, inner := make_optimizer(kind, list(model.parameters())))
-            optimizer = zk.ZeroOptimizer(model, inner)
-            train(other, inner := make_optimizer(kind, list(other.parameters())))
-            assert train(model, optimizer) == train(other, inner)
-        else:
-            train(model, optimizer)
-        state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-        _, third = pair()
-        again = zk.ZeroOptimizer(third, make_optimizer(kind, list(third.parameters())), dtype=dtype)
-        again.param_groups[0]["lr"] = 5.0
-        third.load_state_dict(weights)
-        again.load_state_dict(state)
-        assert again.param_groups[0]["lr"] == 1e-2 and train(model, optimizer) == train(third, again)
-        assert all(map(torch.equal, model.parameters(), third.parameters()))
+@pytest.mark.parametrize(("dtype", "kind"), (("fp32", "Adam"), ("bf16", "SGD")))  # Adam's is of amsgrad
+def test_state_dict_and_wrapping_in_mid_training_resume_bit_for_bit(dtype: str, kind: str) -> None:
+    model, other = pair()
+    inner = make_optimizer(kind, list(model.parameters()))
+    if dtype == "fp32":  # begun by torch
+        train(model, inner)
+        train(other, theirs := make_optimizer(kind, list(other.parameters())))
+    optimizer = zk.ZeroOptimizer(model, inner, dtype=dtype)
+    losses = train(model, optimizer)
+    assert dtype == "bf16" or losses == train(other, theirs)
+    state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    _, third = pair()
+    again = zk.ZeroOptimizer(third, make_optimizer(kind, list(third.parameters())), dtype=dtype)
+    again.param_groups[0]["lr"] = 5.0
+    third.load_state_dict(weights)
+    again.load_state_dict(state)
+    assert again.param_groups[0]["lr"] == 1e-2 and train(model, optimizer) == train(third, again)
+    assert all(map(torch.equal, model.parameters(), third.parameters()))
 
 
-def test_state_from_before_the_first_step_starts_anew() -> None:
-    for stage in STAGES:
-        model, plain = pair()
-        with zk.ZeroOptimizer(model, adamw(model), stage=stage) as optimizer:
-            for one, by in ((model, optimizer), (plain, adamw(plain))):
-                saved = copy.deepcopy(by.state_dict())
-                train(one, by, 2)
-                by.load_state_dict(saved)
-                step(one, by, 3)
-        for got, want in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
-def test_stepping_between_forward_and_backward_is_caught_as_torch_does() -> None:
-    model, _ = pair()
-    optimizer = zk.ZeroOptimizer(model, adamw(model))
-    early = loss_of(model, batch(0))
-    step(model, optimizer, 1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        early.backward()
-
-
-COPIES = {"deep": copy.deepcopy, "shallow": copy.copy, "pickle": pickle.dumps, "save": lambda optimizer: torch.save(optimizer, io.BytesIO())}
-
-
-@pytest.mark.parametrize("call", COPIES.values(), ids=COPIES)
-def test_an_optimizer_is_not_copied_or_pickled_and_steps_when_there_is_a_gradient(call: Callable[..., Any]) -> None:
-    model, _ = pair()
-    optimizer = zk.ZeroOptimizer(model, adamw(model))
-    with pytest.raises(TypeError, match=r"cannot be copied|copied or pickled"):
-        call(optimizer)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="found no gradient"):
-            optimizer.step()
-        step(model, optimizer)
+@pytest.mark.parametrize("stage", (1, 3))
+def test_state_from_before_the_first_step_starts_anew(stage: int) -> None:
+    mine, plain = both(stage)
+    for one, by in (mine, plain):
+        saved = copy.deepcopy(by.state_dict())
+        train(one, by, 2)
+        by.load_state_dict(saved)
+        step(one, by, 3)
+    assert_near(mine[0], plain[0])
 
 
 def test_a_model_too_small_for_units_and_one_parameter_work() -> None:
@@ -687,76 +576,6 @@ def test_a_frozen_model_needs_no_optimizer(tier: str, tmp_path: Path) -> None:
     assert torch.equal(engine(batch(0)), want)
 
 
-def test_a_closed_optimizer_refuses_and_leaves_model_and_optimizer_usable(tmp_path: Path) -> None:
-    model, _ = pair()
-    drive: dict[str, Any] = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path}
-    with zk.ZeroOptimizer(model, inner := adamw(model), stage=3, **drive) as optimizer:
-        step(model, optimizer)
-        loss = loss_of(model, batch(1))
-        for call in (inner.step, inner.state_dict):
-            with pytest.raises(RuntimeError, match=r"this AdamW was given to a ZeroOptimizer"):
-                call()
-        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
-            loss_of(model, batch(0)).backward()
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-        optimizer.close(gather=True)
-    for refused in (optimizer.step, optimizer.state_dict, optimizer.synchronize, loss.backward):
-        with pytest.raises(RuntimeError, match="closed"):
-            refused()
-    optimizer.close()
-    before = model.head.weight.clone()
-    loss_of(model, batch(0)).backward()
-    inner.step()
-    assert not torch.equal(before, model.head.weight)
-
-
-def test_gradients_of_inputs_and_parameters_can_be_asked_for() -> None:
-    model, other = pair()
-    with zk.ZeroOptimizer(model, adamw(model), stage=3):
-        x, y = (torch.ones(2, 4, 24, requires_grad=True) for _ in range(2))
-        (got,) = torch.autograd.grad(model.blocks[0](x).sum(), x)
-        (want,) = torch.autograd.grad(other.blocks[0](y).sum(), y)
-        assert torch.equal(got, want)
-        grads = torch.autograd.grad(loss_of(model, batch(0)), list(model.parameters()))
-        wanted = torch.autograd.grad(loss_of(other, batch(0)), list(other.parameters()))
-        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(grads, wanted, strict=True))
-
-
-@pytest.mark.parametrize("dtype", (None, "bf16"))
-def test_averaged_and_saved_copies_are_plain_models(dtype: str | None, tmp_path: Path) -> None:
-    model, _ = pair()
-    optimizer = zk.ZeroOptimizer(model, adamw(model), dtype=dtype)
-    average, ids = AveragedModel(model), batch(0)
-    step(model, optimizer)
-    average.update_parameters(model)
-    torch.testing.assert_close(average(ids), model(ids))
-    torch.save(model, tmp_path / "model.pt")
-    again = torch.load(tmp_path / "model.pt", weights_only=False)
-    assert torch.equal(again(ids), model(ids))
-    loss_of(again, ids).backward()
-    assert again.head.weight.grad is not None
-
-
-def test_what_is_gathered_to_be_written_can_be_gathered_to_be_read(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    drive: dict[str, Any] = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path}
-    with zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, **drive):
-
-        def total() -> float:
-            with zk.gather(model.parameters()):
-                return sum(param.sum().item() for param in model.parameters())
-
-        with zk.gather(model.parameters(), write=True), torch.no_grad():
-            for param in model.parameters():
-                param.fill_(1)
-            assert total() == 40
-        assert total() == 40
-        with pytest.raises(RuntimeError, match="was changed, and at stage 3 that is lost"), zk.gather(model.parameters()), torch.no_grad():
-            model[0].weight.fill_(2)
-            assert total() == 56
-        assert total() == 40
-
-
 # ---- optimizers beyond Adam --------------------------------------------------------------------------------------------------
 
 
@@ -765,19 +584,17 @@ def test_what_is_gathered_to_be_written_can_be_gathered_to_be_read(tmp_path: Pat
 def test_numbers_follow_the_learning_rate_of_their_own_step(name: str) -> None:
     model, plain = pair()
     inners = [make_optimizer(name, list(one.parameters())) for one in (model, plain)]
-    with zk.ZeroOptimizer(model, inners[0]) as optimizer:
-        for seed in range(4):
-            assert step(model, optimizer, seed) == step(plain, inners[1], seed)
-            for inner in inners:
-                for group in inner.param_groups:
-                    group["lr"] *= 0.5
+    optimizer = zk.ZeroOptimizer(model, inners[0])
+    for seed in range(3):
+        assert step(model, optimizer, seed) == step(plain, inners[1], seed)
+        for group in (*inners[0].param_groups, *inners[1].param_groups):
+            group["lr"] *= 0.5
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
 @pytest.mark.usefixtures("torch_engine")
-@pytest.mark.parametrize("name", ["NAdam", "Adagrad"])
-def test_state_goes_to_plain_torch_and_to_checkpoints_and_back(name: str, tmp_path: Path) -> None:
-    def wrapped(kind: str = name, **options: Any) -> tuple[nn.Module, zk.ZeroOptimizer]:
+def test_state_goes_to_plain_torch_and_to_checkpoints_and_back(tmp_path: Path) -> None:
+    def wrapped(kind: str = "NAdam", **options: Any) -> tuple[nn.Module, zk.ZeroOptimizer]:
         torch.manual_seed(0)
         model = GPT("sometimes").bfloat16()
         return model, zk.ZeroOptimizer(model, make_optimizer(kind, list(model.parameters())), **options)
@@ -785,7 +602,7 @@ def test_state_goes_to_plain_torch_and_to_checkpoints_and_back(name: str, tmp_pa
     model, optimizer = wrapped()
     train(model, optimizer, 2)
     optimizer.save_checkpoint(tmp_path / "saved")
-    plain = make_optimizer(name, [nn.Parameter(torch.zeros_like(param, dtype=torch.float32)) for param in model.parameters()])
+    plain = make_optimizer("NAdam", [nn.Parameter(torch.zeros_like(param, dtype=torch.float32)) for param in model.parameters()])
     plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     want = train(model, optimizer, 2)
     for is_checkpoint in (False, True):
@@ -806,18 +623,24 @@ def test_torchs_default_dtype_is_not_that_of_states_and_counts(name: str) -> Non
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(8, 8, bias=False, dtype=torch.float32) for _ in range(2)))
         plain = copy.deepcopy(model)
-        theirs, count = make_optimizer(name, list(plain.parameters())), 300 if name == "AdamW" else 3
-        with zk.ZeroOptimizer(model, make_optimizer(name, list(model.parameters()))) as optimizer:
-            for number in range(count):
-                x = torch.randn(4, 8, dtype=torch.float32)
-                for one, by in ((model, optimizer), (plain, theirs)):
-                    one(x).square().mean().backward()
-                    by.step()
-                    by.zero_grad()
-                if number == 270:
-                    optimizer.load_state_dict(optimizer.state_dict())
-            assert all(map(torch.equal, model.parameters(), plain.parameters()))
-            assert optimizer.state_dict()["state"][0]["step"] == count
+        mine, theirs = ((one, make_optimizer(name, list(one.parameters()))) for one in (model, plain))
+        for number in range(5):
+            x = torch.randn(4, 8, dtype=torch.float32)
+            for one, by in (mine, theirs):
+                one(x).square().mean().backward()
+                by.step()
+                by.zero_grad()
+                if number == 0 and name == "AdamW":  # begun by torch
+                    state = by.state_dict()
+                    for values in state["state"].values():
+                        values["step"].fill_(255.0)
+                    by.load_state_dict(state)
+            if number == 0:
+                mine = model, zk.ZeroOptimizer(model, mine[1])
+            if number == 2:
+                mine[1].load_state_dict(mine[1].state_dict())
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+        assert mine[1].state_dict()["state"][0]["step"] == (259 if name == "AdamW" else 5)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -825,44 +648,28 @@ def test_torchs_default_dtype_is_not_that_of_states_and_counts(name: str) -> Non
 # ---- clipping, and gradients that some have dropped --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", (1, 3))
-@pytest.mark.parametrize("limits", ([0.05], [0.5, 0.05, 1e9, math.inf]), ids=str)
+@pytest.mark.parametrize(("limits", "stage"), (([0.05], 1), ([0.5, 0.05, 1e9, math.inf], 3)))
 def test_norms_are_torchs_and_of_several_clips_before_a_step_the_smallest_counts(limits: list[float], stage: int) -> None:
-    model, plain = pair()
-    with zk.ZeroOptimizer(model, adamw(model), stage=stage) as optimizer:
-        inner = adamw(plain)
-        for seed in range(3):
-            norms = []
-            for one, by in ((model, optimizer), (plain, inner)):
-                loss_of(one, batch(seed + 9)).backward()
-                one.zero_grad()  # drops what has left
-                loss_of(one, batch(seed)).backward()
-                clip = optimizer.clip_grad_norm_ if by is optimizer and seed else lambda *given, one=one: clip_grad_norm_(one.parameters(), *given)
-                norms.append([clip(limit).item() for limit in limits])
-                by.step()
-                by.zero_grad()
-            assert norms[0] == pytest.approx(norms[1], rel=1e-4) and norms[0][0] > 0.05
-        optimizer.close(gather=True)
-    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("is_part", (False, True))
-@pytest.mark.parametrize("stage", STAGES[1:])
-def test_a_gradient_that_was_dropped_does_not_become_zeros_and_one_that_was_assigned_stays(stage: int, is_part: bool) -> None:
-    model, plain = pair()
-    with zk.ZeroOptimizer(model, adamw(model), stage=stage) as optimizer:
-        for one, by in ((model, optimizer), (plain, adamw(plain))):
-            train(one, by, 1)
-            loss_of(one, batch(2)).backward()
-            dropped, assigned = one.blocks[0].up, one.head
-            assert dropped.bias.grad is not None
-            dropped.weight.grad = None
-            (one.blocks[0] if is_part else by).zero_grad(set_to_none=False)
-            assigned.weight.grad = torch.ones(19, 24)
-            one.blocks[1].zero_grad()
-            assert dropped.weight.grad is None and not dropped.bias.grad.any() and one.blocks[1].up.weight.grad is None
+    (model, optimizer), (plain, inner) = both(stage)
+    for seed in range(3):
+        norms = []
+        for one, by in ((model, optimizer), (plain, inner)):
+            loss_of(one, batch(seed + 9)).backward()
+            one.zero_grad()  # drops what has left
+            loss_of(one, batch(seed)).backward()
+            clip = optimizer.clip_grad_norm_ if by is optimizer and seed else lambda *given, one=one: clip_grad_norm_(one.parameters(), *given)
+            norms.append([clip(limit).item() for limit in limits])
             by.step()
-        optimizer.close(gather=True)
-    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+            by.zero_grad()
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4) and norms[0][0] > 0.05
+    assert_near(model, plain)
+
+
+def test_torchs_clip_takes_sums_in_fp32_at_every_stage() -> None:
+    norms = set()
+    for stage in STAGES:
+        (model, optimizer), _ = both(stage, dtype="bf16")
+        for seed in range(3):
+            optimizer.backward(loss_of(model, batch(seed)))
+        norms.add(float(clip_grad_norm_(model.parameters(), 0.1)))
+    assert len(norms) == 1

@@ -178,8 +178,7 @@ def test_quick_a_model_has_one_optimizer_until_that_is_closed() -> None:
     again.close()
 
 
-@pytest.mark.parametrize("stage", (2, 3))
-@pytest.mark.parametrize("move", (nn.Module.double, nn.Module.half, lambda model: model.to(torch.bfloat16)))
+@pytest.mark.parametrize(("stage", "move"), ((2, nn.Module.double), (3, lambda model: model.to(torch.bfloat16))))
 def test_a_model_moved_after_wrapping_is_noticed(stage: int, move: Callable[[nn.Module], Any]) -> None:
     model = layers()
     optimizer = zk.ZeroOptimizer(model, adamw(model), stage=stage)
@@ -199,10 +198,7 @@ def test_a_model_wrapped_in_ddp_afterwards_is_refused_at_its_first_forward() -> 
         model(torch.ones(2, 4))
 
 
-FLAGS = [
-    ("AdamW", {"fused": True}), ("AdamW", {"capturable": True, "foreach": True}), ("SGD", {"fused": True, "momentum": 0.9}),
-    ("NAdam", {"capturable": True}), ("RMSprop", {"foreach": True}), ("AdamW", {"amsgrad": True, "fused": True}),
-]  # fmt: skip
+FLAGS = [("AdamW", {"capturable": True, "foreach": True}), ("SGD", {"fused": True, "momentum": 0.9}), ("AdamW", {"amsgrad": True, "fused": True})]
 
 
 @pytest.mark.usefixtures("torch_engine")

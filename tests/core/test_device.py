@@ -32,25 +32,21 @@ if not softgpu.installed():
 pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
 
 TIERS, DTYPES = ("device", "host", "nvme"), ("bf16", "fp16", "fp32")
-# each stage with each tier, and each precision with each tier, twice at stage 3
+# each stage with each tier, and each precision with each tier
 GRID = [
-    Case(stage=stage, dtype=DTYPES[(stage + number + turn) % 3], tier=tier, steps=3)
-    for stage, (number, tier) in itertools.product((0, 1, 2, 3), enumerate(TIERS)) for turn in range(1 + stage // 3)
-]  # fmt: skip
+    Case(stage=stage, dtype=DTYPES[(stage + number) % 3], tier=tier, steps=3)
+    for stage, (number, tier) in itertools.product((0, 1, 2, 3), enumerate(TIERS))
+]
 OTHERS = [
-    *(Case(stage=stage, dtype="bf16", accumulation=3, tier=tier, steps=2) for stage, tier in itertools.product((1, 2, 3), ("host", "nvme"))),
-    Case(stage=3, dtype="bf16", accumulation=3, no_sync=True, steps=2),
-    Case(stage=3, dtype="bf16", model="checkpointed", steps=3),
+    Case(stage=2, dtype="bf16", accumulation=3, steps=2),
+    Case(stage=3, dtype="bf16", accumulation=3, tier="nvme", steps=2),
+    Case(stage=3, dtype="bf16", accumulation=2, no_sync=True, model="tied", steps=2),
     Case(stage=3, dtype="bf16", model="checkpointed_reentrant", tier="nvme", steps=3),
-    Case(stage=3, dtype="bf16", model="tied", steps=3),
     Case(stage=3, dtype="bf16", model="elsewhere", prefetch=0, steps=3),
-    Case(stage=3, dtype="bf16", clip=None, prefetch=3, steps=3),
-    Case(stage=2, dtype="bf16", model="frozen", steps=3),
-    Case(stage=3, dtype="bf16", tier="host", params="device", steps=3),
-    Case(stage=3, dtype="bf16", tier="device", params="host", steps=3),
-    Case(stage=3, dtype="bf16", tier="nvme", params="host", steps=3),
-    Case(stage=2, dtype="bf16", optimizer="SGD", steps=3),
-    Case(stage=3, dtype="bf16", overlap_step=True, steps=4),
+    Case(stage=3, dtype="bf16", tier="host", params="device", clip=None, prefetch=3, steps=3),
+    Case(stage=3, dtype="bf16", tier="device", params="host", model="frozen", steps=3),
+    Case(stage=3, dtype="bf16", tier="nvme", params="host", optimizer="SGD", steps=3),
+    Case(stage=3, dtype="bf16", overlap_step=True, steps=3),
 ]
 
 
@@ -68,20 +64,20 @@ def test_the_latest_copies_change_no_bit(case: Case) -> None:
 
 def test_ranks_with_devices_train_as_plain_torch() -> None:
     cases = [
-        *(Case(stage=stage, dtype="bf16", steps=3) for stage in (0, 1, 2, 3)),
-        Case(stage=3, dtype="bf16", tier="nvme", accumulation=2, steps=3),
+        Case(stage=1, dtype="bf16", steps=3),
+        Case(stage=3, dtype="bf16", tier="nvme", accumulation=2, steps=2),
         Case(stage=3, dtype="bf16", model="checkpointed", params="device", steps=3),
     ]
     table = run_world(2, run_case, cases, timeout=120)
     assert {str(case): rows for case, rows in zip(cases, table, strict=True) if any(rows)} == {}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", (0, 2))
 def test_any_order_of_what_a_user_does_gives_the_same_bits(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "CHUNK_NUMEL", 2048)
     want = walk(seed, "device", tmp_path, overlap_step=False)
     ways = {"tier": "host"}, {"tier": "host", "param_tier": "device"}, {"tier": "nvme"}, {"tier": "host", "optimizer_tier": "device"}
-    for options in ways[seed % 2 :: 2]:
+    for options in ways[seed // 2 :: 2]:
         assert walk(seed, path=tmp_path, **{"overlap_step": False, **options}) == want
     if seed % 3 == 2:  # beside the next forward
         assert walk(seed, "host", tmp_path) == want
@@ -93,20 +89,6 @@ def test_any_order_of_what_a_user_does_gives_the_same_bits(seed: int, tmp_path: 
 def pair() -> tuple[Tensor, Tensor]:
     """Eight values on the device, and a place for them in host memory."""
     return torch.arange(8.0, device=DEVICE), torch.zeros(8)
-
-
-def test_an_offload_is_there_when_the_host_waits_and_an_upload_when_compute_follows() -> None:
-    link, (near, host) = link_to(DEVICE), pair()
-    event = link.offload(host, near)
-    assert host.isnan().all() and not event.done
-    link.follow(event)
-    near.zero_()  # compute may use the source again; the host has not waited
-    assert host.isnan().all()
-    event.wait()
-    assert host.tolist() == list(range(8)) and event.done
-    event = link.upload(near, host)
-    link.follow(event)
-    assert near.tolist() == list(range(8))
 
 
 def test_what_follows_an_upload_runs_beside_compute() -> None:
@@ -145,14 +127,6 @@ def test_what_was_made_on_another_stream_is_not_used_again_before_its_copy() -> 
             torch.full((1 << 16,), 7.0, device=DEVICE)
         event.wait()
         assert host.eq(value).all()
-
-
-def test_memory_is_unlocked_after_copies_of_it() -> None:
-    link, host = link_to(DEVICE), memory.aligned(1 << 20)
-    link.pin(host)
-    event = link.offload(host, torch.ones(1 << 20, dtype=torch.uint8, device=DEVICE))
-    link.unpin(host)
-    assert event.done and host.eq(1).all()
 
 
 @pytest.mark.races
@@ -201,7 +175,6 @@ def test_page_locked_memory_is_used_again_and_given_back(monkeypatch: pytest.Mon
 
 STEADY = [
     {"stage": 2, "optimizer_tier": "host"},
-    {"stage": 3, **HOST},
     {"stage": 3, **HOST, "overlap_step": True},
     {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
 ]
@@ -227,7 +200,7 @@ def test_from_the_third_step_on_nothing_is_mapped_locked_or_allocated(
 
     pinned, peak = steps(0, 3)
     monkeypatch.setattr(memory, "aligned", lambda nbytes: pytest.fail(f"{nbytes} bytes are mapped"))
-    now = steps(3, 6)
+    now = steps(3, 5)
     assert now[0] == pinned and now[1] <= peak
 
 

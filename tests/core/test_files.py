@@ -79,8 +79,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     return faults
 
 
-@pytest.mark.parametrize("stripes", (1, 3))
-@pytest.mark.parametrize("direct", (True, False))
+@pytest.mark.parametrize(("stripes", "direct"), ((1, True), (3, False)))
 def test_any_pages(stripes: int, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [tmp_path / str(number) for number in range(stripes)]
     for folder in folders:

@@ -22,7 +22,7 @@ KiB = 1024
 on_a_device = pytest.mark.device_only
 
 
-def make(variant: str = "plain", layers: int = 3) -> GPT:
+def make(variant: str = "plain", layers: int = 2) -> GPT:
     torch.manual_seed(0)
     return GPT(variant, layers=layers)
 
@@ -72,8 +72,7 @@ def in_order(order: str, offload: Any) -> list[Tensor]:
     if order == "first graph first":
         for end in ends:
             end.backward()
-    elif order == "together":
-        torch.stack(ends).sum().backward()
+
     elif order == "retained":
         for _ in range(3):
             ends[1].backward(retain_graph=True)
@@ -146,9 +145,8 @@ def test_quick_where_device_memory_is_host_memory_it_does_nothing() -> None:
 
 
 @on_a_device
-@pytest.mark.parametrize("variant", ("plain", "elsewhere", "checkpointed", "checkpointed_reentrant"))
-@pytest.mark.parametrize("keep_last", (0, 2 * KiB, 1 << 30))
-def test_losses_and_gradients_are_those_without(variant: str, keep_last: int) -> None:
+@pytest.mark.parametrize(("keep_last", "variant"), ((0, "plain"), (1 << 30, "plain"), (2 * KiB, "elsewhere"), (0, "checkpointed_reentrant")))
+def test_losses_and_gradients_are_those_without(keep_last: int, variant: str) -> None:
     wanted = losses_and_grads(make(variant), None)
     offload = small(keep_last=keep_last)
     assert same(losses_and_grads(make(variant), offload, inside=variant.endswith("reentrant")), wanted)
@@ -157,7 +155,7 @@ def test_losses_and_gradients_are_those_without(variant: str, keep_last: int) ->
 
 
 @on_a_device
-@pytest.mark.parametrize("order", ("first graph first", "together", "retained", "parts", "twice"))
+@pytest.mark.parametrize("order", ("first graph first", "retained", "parts", "twice"))
 def test_other_orders_of_backward_are_right(order: str) -> None:
     wanted = in_order(order, None)
     offload = small(keep_last=2 * KiB)
@@ -227,32 +225,6 @@ def test_writing_to_a_saved_tensor_is_an_error_in_backward(keep_last: int, min_n
             y.sum().backward()
 
 
-@on_a_device
-@pytest.mark.parametrize("keep_last", (pytest.param(0, marks=pytest.mark.races), 1 << 20))
-def test_the_same_memory_saved_before_and_after_a_write_is_two_things(keep_last: int) -> None:
-    found, one = list[Tensor](), torch.ones(1, requires_grad=True, device=DEVICE)
-    with small(keep_last=keep_last):
-        x = torch.zeros(16, 16, device=DEVICE)
-        first = Saves.apply(one, found, x)
-        others = chain(torch.randn(16, 16, device=DEVICE), list(weights_of(5)))  # push it out
-        x.add_(1)
-        second = Saves.apply(one, found, x)
-        others += chain(torch.randn(16, 16, device=DEVICE), list(weights_of(5)))
-        second.backward()
-        assert torch.equal(found[0], torch.ones_like(x))
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            first.backward()
-
-
-@on_a_device
-def test_each_storage_moves_once_however_many_views_of_it_are_saved() -> None:
-    with small(min_nbytes=512, keep_last=0) as offload:
-        h = torch.randn(16, 16, device=DEVICE) @ nn.Parameter(torch.randn(16, 48, device=DEVICE))
-        q, k, v = h.chunk(3, dim=-1)
-        ((q * k).sum() + (k * v).sum() + (h.t() * h.t()).sum()).backward()
-    assert (offload.num_offloaded, offload.num_uploaded) == (2, 2)  # the input, h
-
-
 @contextlib.contextmanager
 def doubled(packed: list[int]) -> Iterator[None]:
     """Hooks that note the storages of what they are given."""
@@ -281,18 +253,18 @@ def test_what_is_left_alone_goes_on_to_the_hooks_around_and_contexts_nest() -> N
 
 @on_a_device
 def test_threads_share_a_context() -> None:
-    models, found = [make() for _ in range(3)], dict[int, list[Tensor]]()
+    models, found = [make() for _ in range(2)], dict[int, list[Tensor]]()
     wanted, offload = losses_and_grads(make(), None), small()
 
     def run(key: int) -> None:
         found[key] = losses_and_grads(models[key], offload)
 
-    threads = [threading.Thread(target=run, args=(key,)) for key in range(3)]
+    threads = [threading.Thread(target=run, args=(key,)) for key in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(same(found[key], wanted) for key in range(3)) and offload.num_offloaded and nothing_left(offload)
+    assert all(same(found[key], wanted) for key in range(2)) and offload.num_offloaded and nothing_left(offload)
 
 
 @on_a_device
@@ -331,7 +303,7 @@ class Inside(nn.Module):
 def trained(model: nn.Module, around: Any, options: dict[str, Any]) -> list[Tensor]:
     optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
     found = []
-    for step in range(3):
+    for step in range(2):
         with around:
             loss = loss_of(model, batch(step))
         loss.backward()
@@ -345,11 +317,10 @@ def trained(model: nn.Module, around: Any, options: dict[str, Any]) -> list[Tens
 
 
 @on_a_device
-@pytest.mark.parametrize("variant", ("plain", "elsewhere", "checkpointed"))
-@pytest.mark.parametrize("options", ({"stage": 2, "optimizer_tier": "host"}, {"stage": 3, "param_tier": "host", "optimizer_tier": "host"}), ids=str)
-def test_training_with_zero_is_the_same(options: dict[str, Any], variant: str) -> None:
-    wanted = trained(make(variant), contextlib.nullcontext(), options)
-    offload, inside = small(min_nbytes=512), small(min_nbytes=512)
-    assert same(trained(make(variant), offload, options), wanted) and offload.num_offloaded and nothing_left(offload)
-    assert same(trained(Inside(make(variant), inside), contextlib.nullcontext(), options), wanted)
-    assert inside.num_offloaded and nothing_left(inside)
+@pytest.mark.parametrize(("stage", "variant"), ((2, "plain"), (3, "elsewhere"), (3, "checkpointed")))
+def test_training_with_zero_is_the_same(stage: int, variant: str) -> None:
+    options = {"stage": stage, "optimizer_tier": "host"}
+    wanted = trained(make(variant, 2), contextlib.nullcontext(), options)
+    offload = small(min_nbytes=512)
+    around, model = (contextlib.nullcontext(), Inside(make(variant, 2), offload)) if variant == "elsewhere" else (offload, make(variant, 2))
+    assert same(trained(model, around, options), wanted) and offload.num_offloaded and nothing_left(offload)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def torch_updates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    made = GPT(layers=4)
+    made = GPT()
     made.register_buffer("table", torch.randn(5))
     return made
 
@@ -55,13 +56,13 @@ def train(net: nn.Module, optimizer: zk.ZeroOptimizer, steps: int = 3) -> list[f
     return losses
 
 
-@pytest.mark.parametrize("options", [{"stage": 2}, {"stage": 2, "optimizer_tier": "host"}, HOST])
+@pytest.mark.parametrize("options", [{"stage": 2}, HOST])
 def test_a_model_in_host_memory_moves_with_its_buffers_and_trains_the_same_bits(options: dict[str, Any]) -> None:
     net = model()
     other = copy.deepcopy(net).cuda()
     optimizer, plain = wrap(net, dtype="bf16", device="cuda", **options), wrap(other, dtype="bf16", **options)
     assert {tensor.device for tensor in (*net.parameters(), *net.buffers())} == {torch.device("cuda", 0)}
-    assert train(net, optimizer) == train(other, plain)
+    assert train(net, optimizer, 2) == train(other, plain, 2)
     optimizer.close(), plain.close()
     assert all(map(torch.equal, net.state_dict().values(), other.state_dict().values()))
 
@@ -100,6 +101,7 @@ def free(device: int, host: int = GIB) -> Any:
 def test_what_does_not_fit_on_the_device_is_offered_the_host() -> None:
     net = model().cuda()
     held = sum(param.nbytes for param in net.parameters())
+    gc.collect()  # what other tests have left
     before = torch.cuda.memory_allocated()
     with free(device=held // 2), pytest.raises(MemoryError) as caught:
         wrap(net, dtype="bf16")
@@ -112,22 +114,18 @@ def test_what_does_not_fit_on_the_device_is_offered_the_host() -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("stage", (2, 3))
-def test_auto_fills_half_of_the_device_and_trains_the_same_bits(stage: int, tmp_path: Path) -> None:
+def test_auto_fills_half_of_the_device_and_trains_the_same_bits(tmp_path: Path) -> None:
     losses, places = [], []
-    auto = {"optimizer_tier": "auto", "nvme_path": tmp_path, "param_tier": "auto" if stage == 3 else "device"}
+    auto = {"optimizer_tier": "auto", "nvme_path": tmp_path, "param_tier": "auto"}
     numel = sum(param.numel() for param in model().parameters())
-    for options, nbytes in (({}, GIB), (auto, GIB), (auto, int(1.5 * numel)), (auto, -4 * numel)):
+    for nbytes in (GIB, int(1.5 * numel), -4 * numel):
         net = model().cuda()
         with free(device=nbytes):
-            try:
-                optimizer = wrap(net, dtype="bf16", stage=stage, **options)
-            except MemoryError:
-                assert nbytes < 0 and stage == 2  # full parameters are on the device
-                continue
+            optimizer = wrap(net, dtype="bf16", stage=3, **auto)
         places.append(set(optimizer._layout.places.values()))
-        losses.append(train(net, optimizer))
+        losses.append(train(net, optimizer, 2))
         optimizer.close()
-    assert all(other == losses[0] for other in losses)
-    assert places[0] == places[1] == {Place("device", "device")} and Place("mirrored", "host") in places[2]
-    assert stage == 2 or places[3] == {Place("host", "host")}
+    assert losses == losses[:1] * 3 and places[0] == {Place("device", "device")}
+    assert Place("mirrored", "host") in places[1] and places[2] == {Place("host", "host")}
+    with free(device=-4 * numel), pytest.raises(MemoryError):  # full parameters are on the device
+        wrap(model().cuda(), dtype="bf16", stage=2, optimizer_tier="auto", nvme_path=tmp_path)

@@ -63,7 +63,7 @@ class Master:
         return loss.item()
 
 
-@pytest.mark.parametrize("options", TIERS, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("options", (TIERS[0], *TIERS[2:]), ids=lambda options: "-".join(map(str, options.values())))
 def test_batch_norm_trains_as_beside_parameters_in_bf16_that_were_cast_by_hand(options: dict[str, Any], tmp_path: Path) -> None:
     model = convolutional()
     plain = Master(copy.deepcopy(model))

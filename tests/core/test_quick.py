@@ -6,10 +6,8 @@ import pytest
 import torch
 
 import zk
-from tests.core.test_programs import faults
 from tests.models import GPT, batch, loss_of
 from tests.parity import Case, run_case
-from tests.user_programs import Case as Setting
 from zk.store import UnitStore
 
 CASES = [
@@ -26,11 +24,6 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_quick_parity_with_plain_torch(case: Case) -> None:
     assert run_case(case) == ""
-
-
-@pytest.mark.parametrize("name", ["scale_in_place", "add_noise", "clip_each_layer", "never_zero", "set_data_in_forward"])
-def test_quick_programs(name: str) -> None:
-    assert faults(name, [Setting(stage) for stage in (1, 2, 3)], "") == []
 
 
 class Reductions(zk.Addon):

@@ -95,14 +95,14 @@ def train(stage: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("stage", (2, 3))
+@pytest.mark.parametrize("stage", (0, 2))
 def test_quick_alone(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZK_CPU_ADAM", "torch")
     assert train(stage) == []
 
 
 def test_quick_on_two_ranks() -> None:
-    assert run_world(2, train, [0, 1, 2, 3], timeout=20) == [[[], []]] * 4
+    assert run_world(2, train, [1, 3], timeout=20) == [[[], []]] * 2
 
 
 def test_gradients_of_the_other_half_are_refused_before_they_mix() -> None:
