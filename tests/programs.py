@@ -1,8 +1,7 @@
-"""Python programs, as subprocess would start them, forked from a process that has imported torch: that takes seconds of a core each time.
+"""Python programs, as subprocess would start them, forked from a process that has imported torch (see tests/world.py).
 
-Nothing of zk is imported before (see tests/world.py). On the software GPU a program has it too, and ends with status 86 where it raced. A program
-ends as the interpreter does, with its threads and atexit functions, but its objects are left to the system. Tests of
-imports, of pages that processes share and of the interpreter's very end start an interpreter instead.
+On the software GPU a program ends with status 86 where it raced. A program ends with its threads and atexit functions, but its objects
+are left to the system: tests of imports, of shared pages and of the interpreter's very end start an interpreter instead.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,23 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import zk
 from tests.models import DEVICE, GPT, batch, loss_of
 from tests.plain import train_plain
+from tests.programs import run
 from tests.world import run_world
 
 ZERO = "zero_optimization"
-
-
-def test_a_file_is_read_and_must_hold_an_object(tmp_path: Path) -> None:
-    path = tmp_path / "ds_config.json"
-    path.write_text('{"zero_optimization": {"stage": 2}}')
-    assert zk.ZeroConfig.from_deepspeed(path).stage == 2
-    path.write_text("[1]")
-    with pytest.raises(ValueError, match=r"the config must be an object, \{...\}; got \[1\]"):
-        zk.ZeroConfig.from_deepspeed(path)
 
 
 SCALE = zk.DynamicLossScale
@@ -51,10 +40,10 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("config", "fields"), FIELDS)
-def test_a_key_becomes_a_field(config: dict[str, Any], fields: dict[str, Any]) -> None:
-    found = zk.ZeroConfig.from_deepspeed(config, num_threads=3)  # overrides win
-    assert {name: getattr(found, name) for name in fields} == fields and found.num_threads == 3
+def test_a_key_becomes_a_field_and_overrides_win() -> None:
+    for config, fields in FIELDS:
+        found = zk.ZeroConfig.from_deepspeed(config, num_threads=3)
+        assert {name: getattr(found, name) for name in fields} == fields and found.num_threads == 3, config
 
 
 def test_keys_that_are_not_used_are_in_one_warning(caplog: Any) -> None:
@@ -68,61 +57,63 @@ def test_keys_that_are_not_used_are_in_one_warning(caplog: Any) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"zero_optimisation": {"stage": 2}}, "got 2: write 'zero_optimization.stage', or remove it"),
-        ({ZERO: {"stages": 2}}, "'zero_optimization.stages'; got 2: write 'zero_optimization.stage'"),
-        ({"bf16": True}, "'bf16'; got True: write 'bf16.enabled', or remove it"),
-        ({ZERO: {"cpu_offload": True}}, "got True: write 'zero_optimization.offload_optimizer'"),
-        ({ZERO: {"offload_optimizer": {"device": "disk"}}}, "a disk 'nvme'.; got 'disk'"),
-        ({ZERO: 3}, "'zero_optimization'; got 3: write 'zero_optimization.stage', or remove it"),
-        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16 .* one of them false"),
-        ({"bf16": {"enabled": "false"}}, "bf16 and fp16 must be true or false"),
-        ({"bf16": {"enabled": "auto"}}, 'bf16.enabled is "auto", which nothing fills in'),
-    ],
-)
-def test_what_zk_cannot_do_is_refused_with_a_remedy(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        zk.ZeroConfig.from_deepspeed(config)
+REFUSED: list[tuple[Any, str]] = [
+    ({"zero_optimisation": {"stage": 2}}, "got 2: write 'zero_optimization.stage', or remove it"),
+    ({ZERO: {"stages": 2}}, "'zero_optimization.stages'; got 2: write 'zero_optimization.stage'"),
+    ({"bf16": True}, "'bf16'; got True: write 'bf16.enabled', or remove it"),
+    ({ZERO: {"cpu_offload": True}}, "got True: write 'zero_optimization.offload_optimizer'"),
+    ({ZERO: {"offload_optimizer": {"device": "disk"}}}, "a disk 'nvme'.; got 'disk'"),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16 .* one of them false"),
+    ({"bf16": {"enabled": "false"}}, "bf16 and fp16 must be true or false"),
+    ({"bf16": {"enabled": "auto"}}, 'bf16.enabled is "auto", which nothing fills in'),
+    ([1], r"the config must be an object, \{...\}; got \[1\]"),
+]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "world", "expected"),
-    [
-        ((32, 4, None), 4, (32, 4, 2)),
-        ((32, None, 2), 4, (32, 4, 2)),
-        ((32, 4, 3), 4, "got 32, 4, 3 and 4: write two of them"),
-        ((None, None, None), 1, "got 0, 0, 1 and 1: write two of them"),
-        (("auto", 4, 2), 4, "which nothing fills in"),
-    ],
-)
-def test_batch_sizes(sizes: Any, world: int, expected: Any, monkeypatch: Any) -> None:
+def test_what_zk_cannot_do_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    for config, message in REFUSED:
+        path.write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=message):
+            zk.ZeroConfig.from_deepspeed(path)
+
+
+SIZES: list[tuple[tuple[Any, Any, Any], int, Any]] = [
+    ((32, 4, None), 4, (32, 4, 2)),
+    ((32, None, 2), 4, (32, 4, 2)),
+    ((32, 4, 3), 4, "got 32, 4, 3 and 4: write two of them"),
+    ((None, None, None), 1, "got 0, 0, 1 and 1: write two of them"),
+    (("auto", 4, 2), 4, "which nothing fills in"),
+]
+
+
+def test_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    monkeypatch.setattr("zk.integrations.deepspeed.Comm", lambda group: SimpleNamespace(size=world))
-    config, model = dict(zip(names, sizes, strict=True)), nn.Linear(2, 2)
-    refused = pytest.raises(ValueError, match=expected) if isinstance(expected, str) else None
-    with refused or contextlib.nullcontext():
-        engine, optimizer, _, _ = zk.initialize(model, adamw(model.parameters()), config=config)
+    for sizes, world, expected in SIZES:
+        monkeypatch.setattr("zk.integrations.deepspeed.Comm", lambda _, world=world: SimpleNamespace(size=world))
+        config, model = dict(zip(names, sizes, strict=True)), nn.Linear(2, 2)
+        refused = pytest.raises(ValueError, match=expected) if isinstance(expected, str) else None
+        with refused or contextlib.nullcontext():
+            engine, optimizer, _, _ = zk.initialize(model, adamw(model.parameters()), config=config)
+            optimizer.close()
+            assert tuple(getattr(engine, name)() for name in names) == expected
+
+
+OPTIMIZERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"type": "Adam"}, {"decoupled_weight_decay": True, "lr": 1e-3, "weight_decay": 0.0}),
+    ({"type": "Adam", "params": {"adam_w_mode": False}}, {"decoupled_weight_decay": False}),
+    ({"type": "AdamW", "params": {"lr": 0.5, "betas": [0.8, 0.9]}}, {"lr": 0.5, "betas": (0.8, 0.9)}),
+    ({"type": "SGD", "params": {"momentum": 0.5}}, {"momentum": 0.5}),
+]
+
+
+def test_the_optimizer_of_the_config() -> None:
+    for section, options in OPTIMIZERS:
+        config = {"train_batch_size": 2, "optimizer": section}
+        _, optimizer, loader, scheduler = zk.initialize(nn.Linear(3, 2), config=config)
+        group = optimizer.param_groups[0]
+        assert {name: type(want)(group[name]) for name, want in options.items()} == options and loader is scheduler is None
         optimizer.close()
-        assert tuple(getattr(engine, name)() for name in names) == expected
-
-
-@pytest.mark.parametrize(
-    ("section", "options"),
-    [
-        ({"type": "Adam"}, {"decoupled_weight_decay": True, "lr": 1e-3, "weight_decay": 0.0}),
-        ({"type": "Adam", "params": {"adam_w_mode": False}}, {"decoupled_weight_decay": False}),
-        ({"type": "AdamW", "params": {"lr": 0.5, "betas": [0.8, 0.9]}}, {"lr": 0.5}),
-        ({"type": "SGD", "params": {"momentum": 0.5}}, {"momentum": 0.5}),
-    ],
-)
-def test_the_optimizer_of_the_config(section: Any, options: dict[str, Any]) -> None:
-    config = {"train_batch_size": 2, "optimizer": section}
-    _, optimizer, loader, scheduler = zk.initialize(nn.Linear(3, 2), config=config)
-    group = optimizer.param_groups[0]
-    assert {name: group[name] for name in options} == options and loader is scheduler is None
-    optimizer.close()
 
 
 def test_initialize_refuses_what_it_cannot_take() -> None:
@@ -188,9 +179,7 @@ def test_a_script_with_one_import_changed_runs_and_learns(tmp_path: Path) -> Non
     config = {**sizes, "gradient_clipping": 0.5, ZERO: {"stage": 2}}
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     (tmp_path / "train.py").write_text(SCRIPT.replace("import deepspeed", "import zk as deepspeed"))
-    command = [sys.executable, "train.py", "--deepspeed", "--deepspeed_config", "ds_config.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run(str(tmp_path / "train.py"), "--deepspeed", "--deepspeed_config", str(tmp_path / "ds_config.json"), check=True)
     lines = [[float(part) for part in line.split()] for line in done.stdout.splitlines()[-24:]]
     assert len(lines) == 24 and lines[-1][0] < 0.9 * lines[0][0]
     assert [line[1] for line in lines[3::4]] == [0.02 * 0.5 ** (step // 2) for step in range(1, 7)]
@@ -200,10 +189,8 @@ def test_a_script_with_one_import_changed_runs_and_learns(tmp_path: Path) -> Non
 def test_accumulation_with_clipping_is_plain_pytorchs(stage: int, torch_engine: Any) -> None:
     torch.manual_seed(3)
     model = GPT()
-    want, _, masters, _ = train_plain(
-        model, adamw, dtype=torch.bfloat16, accumulation=4, steps=3, clip=0.05,
-        forward=lambda m, ids, step: loss_of(m, ids) / 4,
-    )  # fmt: skip
+    part = {"accumulation": 4, "steps": 3, "clip": 0.05, "forward": lambda m, ids, step: loss_of(m, ids) / 4}
+    want, _, masters, _ = train_plain(model, adamw, dtype=torch.bfloat16, **part)
     place = {"stage": stage, **({"offload_optimizer": CPU} if stage else {})}
     more = {"gradient_clipping": 0.05, "gradient_accumulation_steps": 4}
     engine = make({ZERO: place, "bf16": {"enabled": True}, **more})
@@ -266,59 +253,42 @@ def test_a_run_resumes_from_its_checkpoint(tag: str | None, tmp_path: Path, capl
 
 
 @pytest.mark.device
-def test_the_engine_is_the_model_where_it_is_nothing_of_its_own() -> None:
+def test_the_engine_is_the_model_where_it_is_nothing_of_its_own_and_says_where_to_look() -> None:
     engine = make({})
     model = engine.module
     assert engine.variant == "plain" and engine.blocks is model.blocks
     assert engine.eval() is engine and not model.training and engine.train().training
-    assert engine.device.type == DEVICE.type
+    assert engine.device.type == DEVICE.type and "initialize" in dir(zk)
     with pytest.raises(AttributeError, match=r"no 'get_lr'; .*optimizer has param_groups, metrics"):
         engine.get_lr()
+    with pytest.raises(AttributeError, match=r"from_deepspeed\.md"):
+        _ = zk.zero
     engine.optimizer.close()
 
 
-def test_names_of_deepspeed_say_where_to_look() -> None:
-    assert "initialize" in dir(zk)
-    with pytest.raises(AttributeError, match=r"from_deepspeed\.md"):
-        _ = zk.zero
-
-
 def run_two_ranks(stage: int, root: str) -> list[Any]:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
-    config: dict[str, Any] = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0}
-    config[ZERO] = {"stage": stage}
-    engine, optimizer, _, _ = zk.initialize(model, adamw(model.parameters()), config=config)
-    rank = optimizer._layout.comm.rank  # there is no LOCAL_RANK: it is the device that the program chose
-    assert engine.device.index == (rank if DEVICE.type == "cuda" else None)
+    engine = make({"gradient_accumulation_steps": 2, "gradient_clipping": 0, ZERO: {"stage": stage}})
+    rank = engine.optimizer._layout.comm.rank  # there is no LOCAL_RANK: it is the device that the program chose
+    assert engine.device.index == (rank if DEVICE.type == "cuda" else None) and engine.train_batch_size() == 8
     for index in range(6):
-        x = torch.randn(2, 2, 5, generator=torch.Generator().manual_seed(index))[rank]
-        x = x.to(engine.device)
-        engine.backward(F.mse_loss(engine(x), x.sum(1, keepdim=True)))
+        engine.backward(loss_of(engine, batch(1000 * (index // 2) + 10 * (index % 2) + rank)))
         engine.step()
     engine.save_checkpoint(root)  # all ranks see it at once
     assert engine.load_checkpoint(root)[0] == str(Path(root, "global_step3"))
     with pytest.raises(ValueError, match=r"manifest\.json is missing"):
         engine.load_checkpoint(root + f"/{rank}" * rank)
-    found = [value.tolist() for value in optimizer.consolidated_state_dict().values()]
-    optimizer.close()
+    found = [value.tolist() for value in engine.optimizer.consolidated_state_dict().values()]
+    engine.optimizer.close()
     return found
 
 
 @pytest.mark.device
 def test_two_ranks_train_on_the_mean_of_their_gradients(tmp_path: Path) -> None:
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
-    optimizer = adamw(model.parameters())
-    for index in range(6):
-        for x in torch.randn(2, 2, 5, generator=torch.Generator().manual_seed(index)):
-            (F.mse_loss(model(x), x.sum(1, keepdim=True)) / 4).backward()
-        if index % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    run_stage = functools.partial(run_two_ranks, root=str(tmp_path))
-    for ranks in run_world(2, run_stage, [1, 3]):
+    part = {"world": 2, "accumulation": 2, "steps": 3, "forward": lambda m, ids, step: loss_of(m, ids) / 2}
+    _, _, masters, _ = train_plain(GPT(), adamw, dtype=torch.float32, **part)
+    for ranks in run_world(2, functools.partial(run_two_ranks, root=str(tmp_path)), [1, 3]):
         for found in ranks:
             assert not isinstance(found, Exception), found
-            for mine, plain in zip(found, model.parameters(), strict=True):
-                torch.testing.assert_close(torch.tensor(mine), plain.detach(), rtol=1e-5, atol=1e-6)
+            for mine, plain in zip(found, masters, strict=True):
+                torch.testing.assert_close(torch.tensor(mine), plain.cpu(), rtol=1e-5, atol=1e-5)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import resource
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,14 +39,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def missing(*names: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let imports of these modules fail."""
-    load = importlib.import_module
-
-    def found(name: str, package: str | None = None) -> object:
-        if name in names:
-            raise ImportError(f"no {name} here")
-        return load(name, package)
-
-    monkeypatch.setattr(importlib, "import_module", found)
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)
 
 
 def test_a_machine_that_can_train_has_nothing_to_do(tmp_path: Path) -> None:
@@ -59,7 +53,7 @@ def test_a_machine_that_can_train_has_nothing_to_do(tmp_path: Path) -> None:
 def test_a_package_that_is_missing_is_an_error_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     missing("numba", monkeypatch=monkeypatch)
     row = named(packages(), "numba")
-    assert row.must and row.to_do == "python -m pip install numba" and "no numba here" in row.found
+    assert row.must and row.to_do == "python -m pip install numba" and "numba" in row.found
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 1 and "python -m pip install numba" in done.output
 

@@ -62,9 +62,9 @@ def test_an_exported_model_and_one_in_memory_are_what_was_trained(setting: str, 
 def run_consolidated(case: tuple[str, str]) -> list[Any]:
     run = make(case[0], Path(case[1]), "tied")
     train(*run, 0, 2)
-    found, want = run[1].consolidated_state_dict("fp32"), values_of(run, "master")
-    some = run[1].consolidated_state_dict(names=["norm.bias"], rank0_only=True)
-    run[1].close()
+    with run[1]:
+        found, want = run[1].consolidated_state_dict("fp32"), values_of(run, "master")
+        some = run[1].consolidated_state_dict(names=["norm.bias"], rank0_only=True)
     return [differ({name: found[name] for name in want}, want), sorted(some)]
 
 
@@ -83,21 +83,6 @@ def test_large_models_are_several_files_with_an_index(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == done.nbytes
     found = {name: load_file(tmp_path / "out" / file)[name] for name, file in index["weight_map"].items()}
     assert differ(found, want) == []
-
-
-def test_hugging_face_reads_it(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
-    model = transformers.GPT2LMHeadModel(config)
-    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=3, dtype="bf16", optimizer_tier="host")
-    ids = torch.arange(16)[None]
-    model(ids, labels=ids).loss.backward()
-    optimizer.step()
-    optimizer.save_checkpoint(tmp_path / "saved")
-    export(tmp_path / "saved", tmp_path / "out", shard_nbytes=30_000)
-    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
-    assert differ(dict(again.state_dict()), optimizer.consolidated_state_dict()) == []
-    assert again.lm_head.weight is again.transformer.wte.weight
 
 
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
@@ -161,15 +146,14 @@ def test_numbers_of_other_kinds_are_not_cast_and_buffers_have_all_their_names(st
     want = optimizer.consolidated_state_dict("bf16")
     other, again = made()
     with zk.gather(other.parameters(), write=True):
-        for param in (other.rows, other.codes):
-            param.zero_()
+        other.rows.zero_()
+        other.codes.zero_()
     again.load_checkpoint(tmp_path / "saved")
     written = load_file(export(tmp_path / "saved", tmp_path / "out", torch.bfloat16).files[0])
     for found in (written, again.consolidated_state_dict("bf16")):
         assert found["layer.weight"].dtype == torch.bfloat16
-        assert found["rows"].tolist() == list(range(1000, 1010))
-        assert found["codes"].tolist() == list(range(250, 256))
-        assert (found["rows"].dtype, found["codes"].dtype) == (torch.int64, torch.uint8)
+        for name, numbers in (("rows", torch.arange(1000, 1010)), ("codes", torch.arange(250, 256, dtype=torch.uint8))):
+            assert found[name].dtype == numbers.dtype and torch.equal(found[name], numbers)
     assert want.keys() == model.state_dict().keys() and torch.equal(want["again.running_mean"], model.norm.running_mean)
     Mixed().load_state_dict(want)
     assert torch.equal(other.again.running_mean, model.norm.running_mean)

@@ -78,18 +78,15 @@ def test_bytes_are_those_of_the_chunks_of_a_real_optimizer(
 PUBLISHED = {
     "llama:8b": 8_030_261_248,
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
-    "meta-llama/Meta-Llama-3.1-70B": 70_553_706_496,
     "llama:7b": 6_738_415_616,
-    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
     "Qwen/Qwen3-8B": 8_190_735_360,
 }
 
 
-@pytest.mark.parametrize(("name", "numel"), PUBLISHED.items())
-def test_models_have_their_published_number_of_parameters(name: str, numel: int) -> None:
-    assert sizes_of(model_of(name))["numel"] == pytest.approx(numel, rel=2e-4)
+def test_models_have_their_published_number_of_parameters() -> None:
+    assert {name: sizes_of(model_of(name))["numel"] for name in PUBLISHED} == pytest.approx(PUBLISHED, rel=2e-4)
 
 
 def test_a_config_json_and_a_factory_are_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,22 +95,18 @@ def test_a_config_json_and_a_factory_are_models(tmp_path: Path, monkeypatch: pyt
     transformers.LlamaConfig(vocab_size=128256, **sizes).save_pretrained(tmp_path)
     for path in (tmp_path, tmp_path / "config.json"):
         assert sizes_of(model_of(str(path))) == pytest.approx(sizes_of(model_of("llama:8b")), rel=2e-4)
-    (tmp_path / "mine.py").write_text("import torch\n\n\ndef build():\n    return torch.nn.Linear(8, 4)\n")
+    code = "import torch\ndef build(): return torch.nn.Linear(8, 4)\ndef needs(size): ...\ndef fails(): 1 / 0\ndef three(): return 3"
+    (tmp_path / "mine.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     assert sizes_of(model_of("mine:build"))["numel"] == 36
+    said = {"needs": "missing 1 required", "fails": "ZeroDivisionError", "three": "it returned 3", "nothere": "no attribute 'nothere'"}
+    for name, words in said.items():
+        error = zk_plan(f"mine:{name}", 2)
+        assert f"No model can be made of 'mine:{name}'" in error and words in error
+        assert "a function without arguments that returns an nn.Module" in error and error.count("\n") == 1
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"No model can be made of .*model_type"):
         model_of(str(tmp_path))
-
-
-def test_a_factory_that_makes_no_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "wrong.py").write_text("def needs(size): ...\ndef fails(): 1 / 0\ndef three(): return 3")
-    monkeypatch.chdir(tmp_path)
-    said = {"needs": "missing 1 required", "fails": "ZeroDivisionError", "three": "it returned 3", "nothere": "no attribute 'nothere'"}
-    for name, words in said.items():
-        error = zk_plan(f"wrong:{name}", 2)
-        assert f"No model can be made of 'wrong:{name}'" in error and words in error
-        assert "a function without arguments that returns an nn.Module" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -170,20 +163,12 @@ def test_what_is_printed_runs_as_python() -> None:
     assert "optimizer.backward(loss)" in said
 
 
-def test_a_tiny_model_on_a_named_card_has_its_table() -> None:
-    said = zk_plan("gpt:0.001b --gpu 4090 --ram 16GiB --nvme 1TiB")
-    assert "1.19M parameters" in said and "24.0 GiB of GPU" in said and max(map(len, said.splitlines())) <= 80
-    assert re.search(r"^3 +auto +auto ", said, re.MULTILINE), "all of its state is there"
-
-
 @pytest.mark.parametrize(
     ("command", "lacks", "options"),
     [
         ("mistral:7b --gpu 24GiB --ram 64GiB", "36.9 GiB of host memory", {"--gpu", "--ram", "--state-dtype", "--nvme"}),
         ("llama:8b --gpu 24GiB --ram 128GiB --tokens 8192", "1.7 GiB of GPU memory", {"--tokens", "--gpu"}),
-        ("llama:8b --gpu 24GiB --ram 128GiB --tokens 65536", "125.4 GiB of GPU memory", {"--tokens", "--gpu"}),
         ("llama:8b --gpu 80GiB --ram 512GiB --world 8 --tokens 65536", "GiB of GPU memory", {"--tokens", "--gpu"}),
-        ("gpt:10b --gpu 24GiB --ram 16GiB", "", {"--gpu", "--ram", "--nvme"}),
         ("gpt:10b --gpu 24GiB --ram 16GiB --nvme 10GiB", "120.0 GiB of drive memory", {"--nvme"}),
         ("gpt:1b --gpu 3GiB --ram 14GiB --dtype fp16", "GiB of host memory", {"--state-dtype"}),
         ("gpt:1b --gpu none --ram 8GiB", "7.1 GiB of host memory", {"--ram", "--nvme"}),

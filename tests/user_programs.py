@@ -1,16 +1,19 @@
-"""Programs around an optimizer, as functions of a Run: the same one runs with plain torch and with zk.
+"""Programs around an optimizer: each one runs with plain torch and with zk, and is right, refused by name, or listed as silently other.
 
-tests/core/test_programs.py has what each of ``PROGRAMS`` is refused with.
+``PROGRAMS`` has all of them by name, ``Program.kind(stage)`` is 'right', 'refused' or 'listed'; docs/guides/programs.md has the same table.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import re
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
@@ -58,7 +61,7 @@ class Writing(nn.Module):
         self.frozen.requires_grad_(False)
 
     @torch.no_grad()
-    def write(self, x: Tensor) -> None:
+    def write(self) -> None:
         """The momentum encoder, and the codes."""
         for query, key in zip(self.query.parameters(), self.key.parameters(), strict=True):
             if self.how == "data":
@@ -74,7 +77,7 @@ class Writing(nn.Module):
         self.frozen.weight.add_(0.01)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        self.write(x)
+        self.write()
         hidden = self.query(x) + self.rows(ids).sum(1) + self.codes.mean(0)
         return (hidden - self.key(x)).square().mean() + self.frozen(hidden).mean()
 
@@ -99,17 +102,21 @@ class Run:
     optimizer: Any
     rank: int = 0
     world: int = 1
+    whole: bool = False  # every rank has all of the batch
+    kept: list[Tensor] = dataclasses.field(default_factory=list)  # by the program, from step to step
     step: int = 0
     seen: list[float] = dataclasses.field(default_factory=list)  # what the program looked at
     draws: int = 0
-    whole: bool = False  # every rank has all of the batch
-    kept: list[Tensor] = dataclasses.field(default_factory=list)  # by the program, from step to step
 
     def batch(self, *shape: int) -> Tensor:
         """(8 / world, *shape) numbers, a part of what one process draws."""
         self.draws += 1
         numbers = torch.randn(8, *shape, generator=torch.Generator().manual_seed(1000 * self.step + self.draws))
         return numbers if self.whole else numbers.chunk(self.world)[self.rank]
+
+    def ids(self) -> Tensor:
+        """(8 / world, 3) numbers of rows."""
+        return (self.batch(3).abs() * 7).long().clamp(max=19)
 
     def loss(self) -> Tensor:
         """Of a new batch."""
@@ -139,6 +146,11 @@ class Run:
     def params(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
 
+    @property
+    def users(self) -> Any:
+        """The optimizer that the user has made."""
+        return getattr(self.optimizer, "inner", self.optimizer)
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -153,732 +165,438 @@ class Case:
     dtype: str = "fp32"
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A program, and what it needs."""
-
-    run: Callable[[Run], None]
-    model: Callable[[], nn.Module]
-    tolerance: float  # of parameters, absolutely
-    whole: bool  # as of Run
-
-
-PROGRAMS: dict[str, Program] = {}
-
-
-def program(
-    model: Callable[[], nn.Module] = Net, tolerance: float = 2e-5, whole: bool = False
-) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
-    """Add a program. ``whole``: what it computes of a batch is not the mean over parts of it."""
-
-    def add(run: Callable[[Run], None]) -> Callable[[Run], None]:
-        PROGRAMS[run.__name__] = Program(run, model, tolerance, whole)
-        return run
-
-    return add
-
-
-# ---- gradients between backward and step ---------------------------------------------------------------------------------------
-
-
-@program()
-def scale_in_place(run: Run) -> None:
-    run.backward()
-    for param in run.params:
-        if param.grad is not None:
-            param.grad.mul_(0.5)
-    run.finish()
-
-
-@program()
-def scale_through_data(run: Run) -> None:
-    run.backward()
-    for param in run.params:
-        param.grad.data.clamp_(-1e-2, 1e-2)
-    run.finish()
-
-
-@program()
-def replace(run: Run) -> None:
-    run.backward()
-    for param in run.params:
-        param.grad = torch.sign(param.grad) * 0.1
-    run.finish()
-
-
-@program()
-def set_one_to_none(run: Run) -> None:
-    run.backward()
-    if run.step % 2:
-        run.model.head.weight.grad = None
-    run.finish()
-
-
-@program()
-def set_all_to_none(run: Run) -> None:
-    run.backward()
-    for param in run.params:
-        param.grad = None
-    run.backward()
-    run.optimizer.step()
-    for param in run.params:
-        param.grad = None
-
-
-@program()
-def delete(run: Run) -> None:
-    run.backward()
-    del run.model.head.bias.grad
-    run.finish()
-
-
-@program()
-def add_noise(run: Run) -> None:
-    run.backward()
-    for number, param in enumerate(run.params):
-        param.grad += 0.01 * torch.randn(param.shape, generator=torch.Generator().manual_seed(number + run.step))
-    run.finish()
-
-
-@program()
-def list_unused_parameters(run: Run) -> None:
-    run.descend(run.model.encode(run.batch(8)).square().mean())
-    for param in run.params:
-        run.see(param.grad is None)
-    run.finish()
-
-
-@program()
-def clip_each_layer(run: Run) -> None:
-    run.backward()
-    for layer in (*run.model.blocks, run.model.head):
-        run.see(clip_grad_norm_(layer.parameters(), 1e-2))
-    run.finish()
-
-
-@program()
-def clip_by_value(run: Run) -> None:
-    run.backward()
-    clip_grad_value_(run.model.parameters(), 1e-2)
-    run.finish()
-
-
-@program()
-def clip_by_another_norm(run: Run) -> None:
-    run.backward()
-    run.see(clip_grad_norm_(run.model.parameters(), 1e-2, norm_type=float("inf")))
-    run.finish()
-
-
-@program()
-def clip_in_two_halves(run: Run) -> None:
-    run.backward()
-    norm = get_total_norm([param.grad for param in run.params if param.grad is not None])
-    clip_grads_with_norm_(run.model.parameters(), 1e-2, norm)
-    run.see(norm)
-    run.finish()
-
-
-@program()
-def clip_and_look(run: Run) -> None:
-    run.backward()
-    run.see(clip_grad_norm_(run.model.parameters(), 1e-2))
-    for param in run.params:
-        run.see(param.grad.norm())
-    run.model.head.weight.grad.mul_(2)
-    run.finish()
-
-
-@program()
-def look_while_accumulating(run: Run) -> None:
-    for _ in range(2):
-        run.backward()
-        for param in run.params:
-            run.see(param.grad.sum())
-    for param in run.params:
-        param.grad.clamp_(-1e-2, 1e-2)
-    run.backward()
-    run.finish()
-
-
-@program()
-def look_after_the_step(run: Run) -> None:
-    run.backward()
-    clip_grad_norm_(run.model.parameters(), 1e-2)
-    run.optimizer.step()
-    for param in run.params:
-        run.see(param.grad.norm())
-    run.optimizer.zero_grad()
-
-
-@program()
-def keep_and_combine(run: Run) -> None:
-    kept = []
-    for _ in range(2):
-        run.backward()
-        kept.append([param.grad for param in run.params])
-        run.optimizer.zero_grad()
-    for param, first, second in zip(run.params, *kept, strict=True):
-        param.grad = first - 0.3 * second
-    run.finish()
-
-
-def _halve(param: nn.Parameter) -> None:
+def halve(param: nn.Parameter) -> None:
     param.grad.mul_(0.5)
 
 
-@program()
-def hooks_of_a_parameter(run: Run) -> None:
-    if run.step == 0:
-        for param in run.params:
-            param.register_post_accumulate_grad_hook(_halve)
-    run.backward()
-    run.backward()
-    run.finish()
-
-
-@program()
-def hooks_of_a_gradient(run: Run) -> None:
-    handles = [param.register_hook(lambda grad: grad * 0.5) for param in run.params]
-    run.backward()
-    for handle in handles:
-        handle.remove()
-    run.finish()
-
-
-@program()
-def hooks_of_a_module(run: Run) -> None:
-    if run.step == 0:
-        run.model.head.register_full_backward_hook(lambda module, *_: run.see(module.weight.grad is not None))
-    run.backward()
-    run.finish()
-
-
-@program()
-def sharpness_aware(run: Run) -> None:
-    run.backward()
-    with zk.gather(run.params, write=True), torch.no_grad():
-        before = [param.detach().clone() for param in run.params]
-        for param in run.params:
-            param.add_(param.grad, alpha=0.1)
-    run.optimizer.zero_grad()
-    run.backward()
-    with zk.gather(run.params, write=True), torch.no_grad():
-        for param, values in zip(run.params, before, strict=True):
-            param.copy_(values)
-    run.finish()
-
-
-@program()
-def sharpness_aware_through_data(run: Run) -> None:
-    run.backward()
-    with zk.gather(run.params, write=True):
-        before = [param.data.clone() for param in run.params]
-        for param in run.params:
-            param.data = param.data + 0.1 * param.grad
-    run.optimizer.zero_grad()
-    run.backward()
-    with zk.gather(run.params, write=True):
-        for param, values in zip(run.params, before, strict=True):
-            param.data = values
-    run.finish()
-
-
-@program()
-def a_gradient_of_another_shape(run: Run) -> None:
-    run.backward()
-    if isinstance(run.optimizer, zk.ZeroOptimizer):  # (torch's own error is not of this program)
-        run.model.head.weight.grad = torch.zeros(3)
-    run.finish()
-
-
-@program()
-def clip_each_micro_batch(run: Run) -> None:
-    for _ in range(2):
-        run.backward()
-        run.see(clip_grad_norm_(run.model.parameters(), 0.1))
-    run.backward()
-    run.finish()
-
-
-@program()
-def clip_and_drop(run: Run) -> None:
-    run.backward()
-    clip_grad_norm_(run.model.parameters(), 0.1)
-    run.model.head.bias.grad = None
-    run.finish()
-
-
-@program()
-def clip_and_assign(run: Run) -> None:
-    run.descend(run.model.encode(run.batch(8)).square().mean())
-    clip_grad_norm_(run.model.parameters(), 0.1)
-    run.model.head.bias.grad = torch.ones_like(run.model.head.bias, requires_grad=False)
-    run.finish()
-
-
-@program()
-def look_at_what_is_partly_used(run: Run) -> None:
-    x = run.batch(8)
-    y = run.model.encode(x)
-    run.descend((run.model.head(y) if run.step % 2 or run.rank == 0 else y).square().mean() if run.world > 1 else _both(run, x, y))
-    for param in run.params:
-        if param.grad is not None:
-            param.grad.mul_(0.5)
-    run.finish()
-
-
-def _both(run: Run, x: Tensor, y: Tensor) -> Tensor:
+def both(run: Run, x: Tensor) -> Tensor:
     """Mean of the losses of two ranks, of which the second leaves the head out every second step."""
-    first, second = y.chunk(2)
+    first, second = run.model.encode(x).chunk(2)
     return (run.model.head(first).square().mean() + (run.model.head(second) if run.step % 2 else second).square().mean()) / 2
 
 
-@program()
-def assign_what_was_asked_for(run: Run) -> None:
-    for param, grad in zip(run.params, torch.autograd.grad(run.loss(), run.params), strict=True):
-        param.grad = grad
-    run.finish()
+# sentences of refusals, or what is other than in torch and documented
+SAYS = {
+    "IN_PLACE": "has left param.grad, and .* in place would be lost",
+    "GONE": "is gone, as step\\(\\) has used it",
+    "ALONE": "sees its new gradient alone",
+    "ELSEWHERE": "states of a ZeroOptimizer rest on its tiers",
+    "RELEASED": "lost: change it within|more than one element of the written-to tensor",  # (the second is torch's)
+    "SHAPE": "attempting to assign a gradient of size",
+    "HANDED_OVER": "was given to a ZeroOptimizer, which has its states",
+    "COPIED": "cannot be copied or pickled",
+    "MOVED": "was moved or converted",
+    "GRAPH": "create_graph=True",
+    "FUNCTIONAL": "torch.func.grad, jvp and hessian of a model at stage 3",
+    "HOOKS": "saved tensor hooks",
+    "NAN": "WRONG: saw \\[nan",
+    "STRIDES": "WRONG: saw \\[0.0, 0.0",  # of what is released
+    "OTHER": "WRONG",  # silently
+    "STALE": "WRONG|lost: change it within",
+    "LOST": "WRONG|right",  # .data: right where nothing is copied
+}
 
-
-@program()
-def hook_after_a_look(run: Run) -> None:
-    if not isinstance(run.optimizer, zk.ZeroOptimizer):
-        return
+# "# name | what is said | what is said at stage 3, if other", and what each step does between the two lines that its section names
+SOURCE = """
+== run.backward() == run.finish()
+# scale_in_place
+for param in params:
+    if param.grad is not None:
+        param.grad.mul_(0.5)
+# scale_through_data | IN_PLACE
+for param in params:
+    param.grad.data.clamp_(-1e-2, 1e-2)
+# replace
+for param in params:
+    param.grad = torch.sign(param.grad) * 0.1
+# set_one_to_none
+if run.step % 2:
+    head.weight.grad = None
+# set_all_to_none
+for param in params:
+    param.grad = None
+run.backward()
+run.optimizer.step()
+for param in params:
+    param.grad = None
+run.backward()
+# delete
+del head.bias.grad
+# add_noise | IN_PLACE
+for number, param in enumerate(params):
+    param.grad += 0.01 * torch.randn(param.shape, generator=torch.Generator().manual_seed(number + run.step))
+# clip_each_layer
+for layer in (*run.model.blocks, head):
+    run.see(clip_grad_norm_(layer.parameters(), 1e-2))
+# clip_by_value | IN_PLACE
+clip_grad_value_(params, 1e-2)
+# clip_by_another_norm
+run.see(clip_grad_norm_(params, 1e-2, norm_type=float("inf")))
+# clip_in_two_halves
+norm = get_total_norm([param.grad for param in params if param.grad is not None])
+clip_grads_with_norm_(params, 1e-2, norm)
+run.see(norm)
+# clip_by_hand_over_ranks
+total = torch.stack([param.grad.square().sum() for param in params]).sum()
+if run.world > 1:
+    dist.all_reduce(total)
+norm = (total / run.world).sqrt()
+run.see(norm)
+for param in params:
+    param.grad.mul_(0.05 / norm)
+# clip_and_look
+run.see(clip_grad_norm_(params, 1e-2))
+for param in params:
+    run.see(param.grad.norm())
+head.weight.grad.mul_(2)
+# look_while_accumulating | IN_PLACE
+run.backward()
+for param in params:
+    run.see(param.grad.sum())
+for param in params:
+    param.grad.clamp_(-1e-2, 1e-2)
+run.backward()
+# look_after_the_step | GONE
+clip_grad_norm_(params, 1e-2)
+run.optimizer.step()
+for param in params:
+    run.see(param.grad.norm())
+run.optimizer.zero_grad()
+run.backward()
+# keep_and_combine | GONE
+first = [param.grad for param in params]
+run.optimizer.zero_grad()
+run.backward()
+for param, grad in zip(params, first, strict=True):
+    param.grad = grad - 0.3 * param.grad
+# sharpness_aware
+with zk.gather(params, write=True), torch.no_grad():
+    before = [param.detach().clone() for param in params]
+    for param in params:
+        param.add_(param.grad, alpha=0.1)
+run.optimizer.zero_grad()
+run.backward()
+with zk.gather(params, write=True), torch.no_grad():
+    for param, values in zip(params, before, strict=True):
+        param.copy_(values)
+# sharpness_aware_through_data
+with zk.gather(params, write=True):
+    before = [param.data.clone() for param in params]
+    for param in params:
+        param.data = param.data + 0.1 * param.grad
+run.optimizer.zero_grad()
+run.backward()
+with zk.gather(params, write=True):
+    for param, values in zip(params, before, strict=True):
+        param.data = values
+# a_gradient_of_another_shape | SHAPE
+head.weight.grad = torch.zeros(3) if is_zk else head.weight.grad
+# clip_each_micro_batch
+run.see(clip_grad_norm_(params, 0.1))
+run.backward()
+run.see(clip_grad_norm_(params, 0.1))
+run.backward()
+# clip_and_drop
+clip_grad_norm_(params, 0.1)
+head.bias.grad = None
+# hook_after_a_look | ALONE
+run.see(head.weight.grad.norm())
+if is_zk:
+    head.weight.register_post_accumulate_grad_hook(halve)
     run.backward()
-    run.see(run.model.head.weight.grad.norm())
-    run.model.head.weight.register_post_accumulate_grad_hook(_halve)
+# look_in_inference_mode
+with torch.inference_mode():
+    run.see(head.weight.grad.norm())
+run.backward()
+head.weight.grad.mul_(0.5)
+# step_twice | GONE
+run.optimizer.step()
+# zero_the_users_optimizer
+run.users.zero_grad()
+run.backward()
+# zero_a_part
+run.model.blocks[0].zero_grad()
+# copy_the_model
+with zk.gather(params):
+    twin = copy.deepcopy(run.model)
+run.see(twin.head.weight.sum())
+run.see(type(twin.head.weight) is nn.Parameter and twin.head.weight.grad is None)
+# resize_what_is_gathered | MOVED
+with zk.gather(params, write=True):
+    head.bias.data = torch.zeros(7)
+== pass == run.optimizer.step()
+# zero_every_second_step | GONE
+if run.step % 2 == 0:
+    run.optimizer.zero_grad()
+run.backward()
+# never_zero | GONE
+run.backward()
+clip_grad_norm_(params, 0.05)
+# zeros_instead_of_none
+run.optimizer.zero_grad(set_to_none=False)
+if run.step != 2:
     run.backward()
-
-
-@program()
-def look_within_forward(run: Run) -> None:
-    if run.step == 0:
-        run.model.register_forward_pre_hook(lambda model, _: model.head.zero_grad())
-    run.backward()
-    run.backward()
-    run.finish()
-
-
-@program()
-def look_in_inference_mode(run: Run) -> None:
-    run.backward()
-    with torch.inference_mode():
-        run.see(run.model.head.weight.grad.norm())
-    run.backward()
-    run.model.head.weight.grad.mul_(0.5)
-    run.finish()
-
-
-# ---- zero_grad -----------------------------------------------------------------------------------------------------------------
-
-
-@program()
-def zero_every_second_step(run: Run) -> None:
-    run.backward()
-    run.optimizer.step()
-    if run.step % 2:
-        run.optimizer.zero_grad()
-
-
-@program()
-def never_zero(run: Run) -> None:
-    run.backward()
-    clip_grad_norm_(run.model.parameters(), 0.05)
-    run.optimizer.step()
-
-
-@program()
-def zeros_instead_of_none(run: Run) -> None:
-    run.optimizer.zero_grad(set_to_none=False)
-    if run.step != 2:
-        run.backward()
-    run.optimizer.step()
-
-
-@program()
-def zero_the_users_optimizer(run: Run) -> None:
-    users = getattr(run.optimizer, "inner", run.optimizer)
-    run.backward()
-    users.zero_grad()
-    run.backward()
-    run.optimizer.step()
-    users.zero_grad()
-
-
-@program()
-def zero_a_part(run: Run) -> None:
-    run.backward()
-    run.model.blocks[0].zero_grad()
-    run.finish()
-
-
-@program()
-def step_twice(run: Run) -> None:
-    run.backward()
-    run.optimizer.step()
-    run.finish()
-
-
-# ---- graphs --------------------------------------------------------------------------------------------------------------------
-
-
-@program()
-def penalize_the_gradient_of_inputs(run: Run) -> None:
-    x = run.batch(8).requires_grad_()
-    (grad,) = torch.autograd.grad(run.model(x).sum(), x, create_graph=True)
-    run.descend((grad.norm(dim=1) - 1).square().mean())
-    run.finish()
-
-
-@program(whole=True)
-def penalize_the_gradient_of_parameters(run: Run) -> None:
-    grads = torch.autograd.grad(run.loss(), run.params, create_graph=True)
-    run.descend(torch.stack([grad.square().sum() for grad in grads]).sum())
-    run.finish()
-
-
-@program(whole=True)
-def backward_with_create_graph(run: Run) -> None:
-    run.descend(run.loss(), create_graph=True)
-    run.descend(torch.stack([param.grad.square().sum() for param in run.params]).sum())
-    run.finish()
-
-
-@program(whole=True)
-def hessian_vector_product(run: Run) -> None:
-    grads = torch.autograd.grad(run.loss(), run.params, create_graph=True)
-    product = torch.autograd.grad(torch.stack([grad.sum() for grad in grads]).sum(), run.params, allow_unused=True)
-    for param, grad in zip(run.params, product, strict=True):
-        param.grad = grad
-    run.finish()
-
-
-@program()
-def penalize_through_a_checkpoint(run: Run) -> None:
-    x = run.batch(8).requires_grad_()
-    y = run.model.head(checkpoint(run.model.blocks[0], x, use_reentrant=False))
-    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    run.descend(grad.square().sum(1).mean())
-    run.finish()
-
-
-@program()
-def checkpoint_the_whole_model(run: Run) -> None:
-    x = run.batch(8).requires_grad_()
-    run.descend(checkpoint(run.model, x, use_reentrant=False).square().mean())
-    run.finish()
-
-
-@program()
-def backward_twice_through_one_graph(run: Run) -> None:
-    loss = run.loss()
-    run.descend(loss, retain_graph=True)
-    run.descend(loss)
-    run.finish()
-
-
-@program()
-def two_losses_of_one_output(run: Run) -> None:
-    y = run.model(run.batch(8))
-    run.descend(y.mean(), retain_graph=True)
-    run.descend(y.square().mean())
-    run.finish()
-
-
-@program()
-def map_over_examples(run: Run) -> None:
-    run.descend(torch.func.vmap(run.model)(run.batch(8)).square().mean())
-    run.finish()
-
-
-@program(whole=True)
-def functional_gradient(run: Run) -> None:
-    x, params = run.batch(8), dict(run.model.named_parameters())
-    grads = torch.func.grad(lambda params: torch.func.functional_call(run.model, params, (x,)).square().mean())(params)
-    for name, param in params.items():
-        param.grad = grads[name]
-    run.finish()
-
-
-# ---- the optimizer's state -----------------------------------------------------------------------------------------------------
-
-
-@program()
-def read_state(run: Run) -> None:
-    run.backward()
-    run.finish()
-    state = run.optimizer.state
-    run.see(len(state))
-    run.see(state[run.model.head.weight]["exp_avg"].norm())
-    run.see(state[run.model.head.weight]["step"])
-    run.see(sum(value.numel() for values in state.values() for value in values.values()))
-
-
-@program(tolerance=1e-3)
-def write_state(run: Run) -> None:
-    run.backward()
-    run.finish()
-    run.optimizer.state[run.model.head.weight]["exp_avg"].mul_(0.5)
-    for param in run.params:
-        run.optimizer.state[param]["exp_avg_sq"] = run.optimizer.state[param]["exp_avg_sq"] * 0.9
-
-
-@program()
-def restart_steps_in_state(run: Run) -> None:
-    run.backward()
-    run.finish()
-    for state in run.optimizer.state.values():
-        state["step"].zero_()
-
-
-@program()
-def forget_state(run: Run) -> None:
-    run.backward()
-    run.finish()
-    if run.step == 1:
-        run.optimizer.state.clear()
-    if run.step == 2:
-        run.optimizer.state.pop(run.model.head.weight)
-    run.see(len(run.optimizer.state))
-
-
-@program()
-def assign_state(run: Run) -> None:
-    run.backward()
-    run.finish()
-    param = run.model.head.bias
-    run.optimizer.state[param] = {"step": torch.tensor(3.0), "exp_avg": torch.ones(4), "exp_avg_sq": torch.ones(4)}
-
-
-@program()
-def move_state(run: Run) -> None:
-    run.backward()
-    run.finish()
-    for state in run.optimizer.state.values():
-        for name, value in state.items():
-            state[name] = value.to(run.params[0].device)
-
-
-@program()
-def state_of_the_users_optimizer(run: Run) -> None:
-    run.backward()
-    run.finish()
-    users = getattr(run.optimizer, "inner", run.optimizer)
-    state = copy.deepcopy(users.state_dict())
-    run.see(state["state"][0]["exp_avg"].norm())
-    if run.step == 1:
-        state["state"][0]["exp_avg"] *= 2
-        users.load_state_dict(state)
-
-
-@program()
-def state_of_another_name(run: Run) -> None:
-    run.backward()
-    run.finish()
-    run.optimizer.state[run.model.head.weight]["mine"] = torch.zeros(4, 8)
-
-
-@program()
-def state_with_another_name(run: Run) -> None:
-    run.backward()
-    run.finish()
-    weight = run.model.head.weight
-    run.optimizer.state[weight] = {**run.optimizer.state[weight], "mine": torch.zeros(4, 8)}
-
-
-@program()
-def state_by_name(run: Run) -> None:
-    run.optimizer.state["mine"] = {"seen": 1}
-
-
-@program()
-def copy_the_optimizer(run: Run) -> None:
-    copy.deepcopy(run.optimizer)
-    run.backward()
-    run.finish()
-
-
-# ---- parameters ----------------------------------------------------------------------------------------------------------------
-
-
-def _write(run: Run) -> None:
-    run.descend(run.model(run.batch(8), (run.batch(3).abs() * 7).long().clamp(max=19)))
-    run.finish()
-
-
-@program(model=lambda: Writing("data"), whole=True)
-def set_data_in_forward(run: Run) -> None:
-    _write(run)
-
-
-@program(model=lambda: Writing("data in place"), whole=True)
-def change_data_in_forward(run: Run) -> None:
-    _write(run)
-
-
-@program(model=lambda: Writing("lerp"), whole=True)
-def interpolate_in_forward(run: Run) -> None:
-    _write(run)
-
-
-@program(model=lambda: Writing("copy"), whole=True)
-def copy_in_forward(run: Run) -> None:
-    _write(run)
-
-
-@program()
-def read_between_steps(run: Run) -> None:
-    run.see(run.model.head.weight.sum())
-    run.backward()
-    run.finish()
-
-
-@program()
-def read_gathered(run: Run) -> None:
-    with zk.gather(run.params):
-        run.see(run.model.head.weight.sum())
-    run.backward()
-    run.finish()
-
-
-@program()
-def write_what_is_gathered_to_be_read(run: Run) -> None:
-    with zk.gather(run.params), torch.no_grad():
-        run.model.head.bias.zero_()
-    run.backward()
-    run.finish()
-
-
-@program()
-def assign_data(run: Run) -> None:
-    run.model.head.weight.data = run.model.head.weight.data * 0.9
-    run.backward()
-    run.finish()
-
-
-@program()
-def clamp_data(run: Run) -> None:
-    run.backward()
-    run.finish()
-    for param in run.params:
-        param.data.clamp_(-0.1, 0.1)
-
-
-@program()
-def prune_data(run: Run) -> None:
-    run.backward()
-    run.finish()
-    for param in run.params:
-        param.data.view(-1)[::3] = 0
-
-
-@program()
-def change_data_taken_before(run: Run) -> None:
-    if run.step == 0:
-        run.kept = [param.data.detach() if number % 2 else param.data.view(-1) for number, param in enumerate(run.params)]
-    for data in run.kept:
-        data.clamp_(-0.1, 0.1)
-    run.backward()
-    run.finish()
-
-
-@program()
-def look_at_data(run: Run) -> None:
-    run.see(sum(param.data.abs().sum() for param in run.params))
-    run.backward()
-    run.finish()
-
-
-@program()
-def clamp_in_place(run: Run) -> None:
-    run.backward()
-    run.finish()
-    with torch.no_grad():
-        for param in run.params:
-            param.clamp_(-0.1, 0.1)
-
-
-@program(model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))
-def turn_data(run: Run) -> None:
-    run.model[0].weight.data = run.model[0].weight.data.t()
-    run.backward()
-    run.finish()
-
-
-@program()
-def write_data_of_what_is_gathered_to_be_read(run: Run) -> None:
-    with zk.gather(run.params):
-        run.model.head.weight.data.mul_(0.5)
-    run.backward()
-    run.finish()
-
-
-@program()
-def penalize_what_is_gathered(run: Run) -> None:
-    weight = run.model.blocks[0].up.weight
-    with zk.gather(run.params):
-        penalty = (weight @ weight.T - torch.eye(16)).square().mean() + sum(param.square().sum() for param in run.params)
-    run.descend(run.loss() + penalty)
-    run.finish()
-
-
-def _norm(weight: Tensor) -> Tensor:
-    return weight.square().sum()
-
-
-@program()
-def transform_what_is_gathered(run: Run) -> None:
-    with torch.no_grad(), zk.gather(run.params):
-        run.see(torch.func.grad(_norm)(run.model.head.weight).sum())
-    run.backward()
-    run.finish()
-
-
-@program()
-def transform_what_is_gathered_with_a_graph(run: Run) -> None:
-    with zk.gather(run.params):
-        run.see(torch.func.grad(_norm)(run.model.head.weight).sum())
-    run.backward()
-    run.finish()
-
-
-@program()
-def resize_what_is_gathered(run: Run) -> None:
-    run.backward()
-    with zk.gather(run.params, write=True):
-        run.model.head.bias.data = torch.zeros(7)
-    run.finish()
-
-
-@program()
-def copy_the_model(run: Run) -> None:
-    run.backward()
-    with zk.gather(run.params):
-        twin = copy.deepcopy(run.model)
-    run.see(twin.head.weight.sum())
-    run.see(type(twin.head.weight) is nn.Parameter and twin.head.weight.grad is None)
-    run.finish()
-
-
-@program()
-def parts_one_by_one(run: Run) -> None:
-    run.descend((run.model.head(run.model.encode(run.batch(8))) - run.batch(4)).square().mean())
-    run.finish()
-
-
-@program(model=Convolving)
-def channels_last(run: Run) -> None:
-    images = run.batch(2, 6, 6).to(memory_format=torch.channels_last)
-    run.descend((run.model(images) - run.batch(5)).square().mean())
-    for param in run.params:
-        run.see(param.is_contiguous(memory_format=torch.channels_last) if param.ndim == 4 else param.is_contiguous())
-        run.see(param.grad.stride() == param.stride())
-    run.finish()
-
-
-@program(model=Convolving)
-def channels_last_after_the_wrap(run: Run) -> None:
-    run.model.to(memory_format=torch.contiguous_format)
-    run.descend((run.model(run.batch(2, 6, 6)) - run.batch(5)).square().mean())
-    run.finish()
+== pass == run.finish()
+# list_unused_parameters
+run.descend(run.model.encode(run.batch(8)).square().mean())
+for param in params:
+    run.see(param.grad is None)
+# hooks_of_a_parameter | ALONE
+if run.step == 0:
+    for param in params:
+        param.register_post_accumulate_grad_hook(halve)
+run.backward()
+run.backward()
+# hooks_of_a_gradient
+handles = [param.register_hook(lambda grad: grad * 0.5) for param in params]
+run.backward()
+for handle in handles:
+    handle.remove()
+# hooks_of_a_module
+if run.step == 0:
+    head.register_full_backward_hook(lambda module, *_: run.see(module.weight.grad is not None))
+run.backward()
+# look_within_forward
+if run.step == 0:
+    run.model.register_forward_pre_hook(lambda model, _: model.head.zero_grad())
+run.backward()
+run.backward()
+# clip_and_assign
+run.descend(run.model.encode(run.batch(8)).square().mean())
+clip_grad_norm_(params, 0.1)
+head.bias.grad = torch.ones_like(head.bias, requires_grad=False)
+# look_at_what_is_partly_used
+x = run.batch(8)
+y = run.model.encode(x) if run.world > 1 else x
+run.descend((head(y) if run.step % 2 or run.rank == 0 else y).square().mean() if run.world > 1 else both(run, x))
+for param in params:
+    if param.grad is not None:
+        param.grad.mul_(0.5)
+# assign_what_was_asked_for
+for param, grad in zip(params, torch.autograd.grad(run.loss(), params), strict=True):
+    param.grad = grad
+# penalize_the_gradient_of_inputs
+x = run.batch(8).requires_grad_()
+(grad,) = torch.autograd.grad(run.model(x).sum(), x, create_graph=True)
+run.descend((grad.norm(dim=1) - 1).square().mean())
+# penalize_the_gradient_of_parameters
+grads = torch.autograd.grad(run.loss(), params, create_graph=True)
+run.descend(torch.stack([grad.square().sum() for grad in grads]).sum())
+# backward_with_create_graph | | GRAPH
+run.descend(run.loss(), create_graph=True)
+run.descend(torch.stack([param.grad.square().sum() for param in params]).sum())
+# hessian_vector_product
+grads = torch.autograd.grad(run.loss(), params, create_graph=True)
+product = torch.autograd.grad(torch.stack([grad.sum() for grad in grads]).sum(), params, allow_unused=True)
+for param, grad in zip(params, product, strict=True):
+    param.grad = grad
+# penalize_through_a_checkpoint
+x = run.batch(8).requires_grad_()
+y = head(checkpoint(run.model.blocks[0], x, use_reentrant=False))
+(grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+run.descend(grad.square().sum(1).mean())
+# checkpoint_the_whole_model
+run.descend(checkpoint(run.model, run.batch(8).requires_grad_(), use_reentrant=False).square().mean())
+# backward_twice_through_one_graph
+loss = run.loss()
+run.descend(loss, retain_graph=True)
+run.descend(loss)
+# two_losses_of_one_output
+y = run.model(run.batch(8))
+run.descend(y.mean(), retain_graph=True)
+run.descend(y.square().mean())
+# map_over_examples
+run.descend(torch.func.vmap(run.model)(run.batch(8)).square().mean())
+# functional_gradient | | FUNCTIONAL
+x, named = run.batch(8), dict(run.model.named_parameters())
+grads = torch.func.grad(lambda values: torch.func.functional_call(run.model, values, (x,)).square().mean())(named)
+for name, param in named.items():
+    param.grad = grads[name]
+# penalize_what_is_gathered
+weight = run.model.blocks[0].up.weight
+with zk.gather(params):
+    penalty = (weight @ weight.T - torch.eye(16)).square().mean() + sum(param.square().sum() for param in params)
+run.descend(run.loss() + penalty)
+# parts_one_by_one
+run.descend((head(run.model.encode(run.batch(8))) - run.batch(4)).square().mean())
+# channels_last | | STRIDES
+images = run.batch(2, 6, 6).to(memory_format=torch.channels_last)
+run.descend((run.model(images) - run.batch(5)).square().mean())
+for param in params:
+    run.see(param.is_contiguous(memory_format=torch.channels_last) if param.ndim == 4 else param.is_contiguous())
+    run.see(param.grad.stride() == param.stride())
+# channels_last_after_the_wrap
+run.model.to(memory_format=torch.contiguous_format)
+run.descend((run.model(run.batch(2, 6, 6)) - run.batch(5)).square().mean())
+# set_data_in_forward | | RELEASED
+run.descend(run.model(run.batch(8), run.ids()))
+# change_data_in_forward | | RELEASED
+run.descend(run.model(run.batch(8), run.ids()))
+# interpolate_in_forward | | RELEASED
+run.descend(run.model(run.batch(8), run.ids()))
+# copy_in_forward | | RELEASED
+run.descend(run.model(run.batch(8), run.ids()))
+# renormalize_rows_in_forward | | RELEASED
+run.descend(run.model(run.ids()).square().mean())
+== run.backward(); run.finish() == pass
+# read_state | ELSEWHERE
+run.see(len(state))
+run.see(state[head.weight]["exp_avg"].norm())
+run.see(state[head.weight]["step"])
+run.see(sum(value.numel() for values in state.values() for value in values.values()))
+# write_state | ELSEWHERE
+state[head.weight]["exp_avg"].mul_(0.5)
+for param in params:
+    state[param]["exp_avg_sq"] = state[param]["exp_avg_sq"] * 0.9
+# restart_steps_in_state | OTHER
+for values in state.values():
+    values["step"].zero_()
+# forget_state | ELSEWHERE
+if run.step == 1:
+    state.clear()
+if run.step == 2:
+    state.pop(head.weight)
+run.see(len(state))
+# replace_state | OTHER
+if run.step == 1:
+    run.optimizer.state = defaultdict(dict)
+# assign_state | ELSEWHERE
+state[head.bias] = {"step": torch.tensor(3.0), "exp_avg": torch.ones(4), "exp_avg_sq": torch.ones(4)}
+# move_state
+for values in state.values():
+    for name, value in values.items():
+        values[name] = value.to(params[0].device)
+# state_of_the_users_optimizer | HANDED_OVER
+saved = copy.deepcopy(run.users.state_dict())
+run.see(saved["state"][0]["exp_avg"].norm())
+if run.step == 1:
+    saved["state"][0]["exp_avg"] *= 2
+    run.users.load_state_dict(saved)
+# state_of_another_name | ELSEWHERE
+state[head.weight]["mine"] = torch.zeros(4, 8)
+# state_with_another_name | ELSEWHERE
+state[head.weight] = {**state[head.weight], "mine": torch.zeros(4, 8)}
+# clamp_data | | RELEASED
+for param in params:
+    param.data.clamp_(-0.1, 0.1)
+# prune_data | | RELEASED
+for param in params:
+    param.data.view(-1)[::3] = 0
+# clamp_in_place | | RELEASED
+with torch.no_grad():
+    for param in params:
+        param.clamp_(-0.1, 0.1)
+# write_through_a_view_taken_before_the_wrap | OTHER | STALE
+run.kept[-2].view(-1).mul_(0.5)
+# read_what_was_detached_before_the_wrap | OTHER
+run.see(run.kept[-2].sum())
+# read_a_state_dict_kept_from_before_training | | OTHER
+if run.step == 0:
+    run.kept = list(run.model.state_dict().values())
+run.see(sum(value.abs().sum() for value in run.kept))
+# load_parts_into_the_models_own_state_dict
+values = run.model.state_dict()
+values.update({name: value * 0.5 for name, value in values.items() if "head" in name})
+run.model.load_state_dict(values)
+run.model.load_state_dict({"blocks.0.up.bias": torch.ones(16)}, strict=False)
+# copy_into_the_models_own_state_dict | | OTHER
+values = run.model.state_dict()
+values["head.weight"].copy_(torch.ones(4, 8))
+# groups_of_a_tiled_layer_by_name | OTHER
+== pass == run.backward(); run.finish()
+# state_by_name | ELSEWHERE
+state["mine"] = {"seen": 1}
+# copy_the_optimizer | COPIED
+copy.deepcopy(run.optimizer)
+# read_between_steps | | NAN
+run.see(head.weight.sum())
+# read_gathered
+with zk.gather(params):
+    run.see(head.weight.sum())
+# write_what_is_gathered_to_be_read | | RELEASED
+with zk.gather(params), torch.no_grad():
+    head.bias.zero_()
+# assign_data | | RELEASED
+head.weight.data = head.weight.data * 0.9
+# change_data_taken_before | | RELEASED
+if run.step == 0:
+    run.kept = [param.data.detach() if number % 2 else param.data.view(-1) for number, param in enumerate(params)]
+for data in run.kept:
+    data.clamp_(-0.1, 0.1)
+# look_at_data | | NAN
+run.see(sum(param.data.abs().sum() for param in params))
+# turn_data | | OTHER
+run.model[0].weight.data = run.model[0].weight.data.t()
+# write_data_of_what_is_gathered_to_be_read | | LOST
+with zk.gather(params):
+    head.weight.data.mul_(0.5)
+# transform_what_is_gathered
+with torch.no_grad(), zk.gather(params):
+    run.see(torch.func.grad(lambda weight: weight.square().sum())(head.weight).sum())
+# transform_what_is_gathered_with_a_graph | | HOOKS
+with zk.gather(params):
+    run.see(torch.func.grad(lambda weight: weight.square().sum())(head.weight).sum())
+"""
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "set_data_in_forward": lambda: Writing("data"),
+    "change_data_in_forward": lambda: Writing("data in place"),
+    "interpolate_in_forward": lambda: Writing("lerp"),
+    "copy_in_forward": lambda: Writing("copy"),
+    "renormalize_rows_in_forward": lambda: nn.Sequential(nn.Embedding(20, 8, max_norm=0.5), nn.Linear(8, 4)),
+    "channels_last": Convolving,
+    "channels_last_after_the_wrap": Convolving,
+    "turn_data": lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)),
+}
+# what they compute of a batch is not the mean over parts of it
+WHOLE = {"penalize_the_gradient_of_parameters", "backward_with_create_graph", "hessian_vector_product", "functional_gradient"}
+WHOLE |= {name for name in MODELS if name.endswith("in_forward")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What each step does, the model, and what is said of it."""
+
+    run: Callable[[Run], None]
+    model: Callable[[], nn.Module]
+    whole: bool  # as of Run
+    verdicts: tuple[str, str]  # at stages 0-2 and at stage 3: "right", or a pattern
+
+    def kind(self, stage: int) -> str:
+        """'right', 'refused' or 'listed': other than in torch without a word."""
+        verdict = self.verdicts[stage == 3]
+        return "right" if verdict == "right" else "listed" if verdict.startswith("WRONG") else "refused"
+
+
+# what programs find, next to their run
+NAMES: dict[str, Any] = {"zk": zk, "torch": torch, "nn": nn, "dist": dist, "copy": copy, "checkpoint": checkpoint, "defaultdict": defaultdict}
+NAMES |= {"clip_grad_norm_": clip_grad_norm_, "clip_grad_value_": clip_grad_value_, "clip_grads_with_norm_": clip_grads_with_norm_}
+NAMES |= {"get_total_norm": get_total_norm, "halve": halve, "both": both}
+
+
+def compiled(name: str, lines: list[str]) -> Callable[[Run], None]:
+    """Python of a program."""
+    code = compile("\n".join(lines), f"<program {name}>", "exec")
+
+    def run(run: Run) -> None:
+        names = {"run": run, "params": run.params, "head": getattr(run.model, "head", None), "state": run.optimizer.state}
+        exec(code, NAMES | names | {"is_zk": isinstance(run.optimizer, zk.ZeroOptimizer)})
+
+    return run
+
+
+def read(source: str) -> dict[str, Program]:
+    """All programs."""
+    programs = {}
+    for section in re.split(r"^== ", source, flags=re.M)[1:]:
+        around, *written = re.split(r"^# ", section, flags=re.M)
+        before, after = around.strip().split(" == ")
+        for text in written:
+            header, *lines = text.strip().split("\n")
+            name, *said = (part.strip() for part in header.split("|"))
+            said = [SAYS[word] if word else "right" for word in said] or ["right"]
+            run = compiled(name, [before, *lines, after])
+            programs[name] = Program(run, MODELS.get(name, Net), name in WHOLE, (said[0], said[-1]))
+    return programs
+
+
+PROGRAMS = read(SOURCE)

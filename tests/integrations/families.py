@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 transformers_is_quiet = tf.logging.set_verbosity_error()
 
+_SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 _TEXT = {"vocab_size": 61, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 
 
@@ -21,8 +22,7 @@ def gpt2() -> nn.Module:
 
 
 def llama(**options: Any) -> nn.Module:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**{"max_position_embeddings": 16, **sizes, **_TEXT, **options}))
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**{"max_position_embeddings": 16, "num_key_value_heads": 1, **_SIZES, **_TEXT, **options}))
 
 
 def t5() -> nn.Module:
@@ -33,30 +33,28 @@ def t5() -> nn.Module:
 
 def mixtral() -> nn.Module:
     """Eight experts of which each token uses one: some get no token of a batch."""
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return tf.MixtralForCausalLM(tf.MixtralConfig(num_local_experts=8, num_experts_per_tok=1, max_position_embeddings=16, **sizes, **_TEXT))
+    sizes = {**_SIZES, "num_key_value_heads": 1, "max_position_embeddings": 16}
+    return tf.MixtralForCausalLM(tf.MixtralConfig(num_local_experts=8, num_experts_per_tok=1, **sizes, **_TEXT))
 
 
 def vit() -> nn.Module:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    return tf.ViTForImageClassification(tf.ViTConfig(image_size=8, patch_size=4, num_channels=1, num_labels=5, **sizes))
+    return tf.ViTForImageClassification(tf.ViTConfig(image_size=8, patch_size=4, num_channels=1, num_labels=5, **_SIZES))
 
 
 def moe() -> nn.Module:
     """Twelve experts to a layer: numbers of two digits, which are sorted as numbers."""
-    sizes = {"hidden_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {**_SIZES, "moe_intermediate_size": 8, "num_key_value_heads": 1}
     return tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(num_experts=12, num_experts_per_tok=2, head_dim=8, **sizes, **_TEXT))
 
 
 def llava() -> nn.Module:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vision = tf.CLIPVisionConfig(image_size=8, patch_size=4, **sizes)
-    return tf.LlavaForConditionalGeneration(tf.LlavaConfig(vision_config=vision, text_config=tf.LlamaConfig(**sizes, **_TEXT), image_token_index=60))
+    vision = tf.CLIPVisionConfig(image_size=8, patch_size=4, **_SIZES)
+    return tf.LlavaForConditionalGeneration(tf.LlavaConfig(vision_config=vision, text_config=tf.LlamaConfig(**_SIZES, **_TEXT), image_token_index=60))
 
 
 def qwen2vl() -> nn.Module:
-    text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, **_TEXT}
-    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    text = {**_SIZES, **_TEXT, "num_key_value_heads": 1, "rope_parameters": rope}
     vision = {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4}
     return tf.Qwen2VLForConditionalGeneration(tf.Qwen2VLConfig(text_config=text, vision_config=vision))
 

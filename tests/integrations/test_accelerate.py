@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 import zk
+from tests.integrations.families import as_rank
 from tests.models import DEVICE, GPT, batch, loss_of
 from tests.world import run_world
 from zk.integrations.accelerate import ZeroAccelerator
@@ -75,50 +76,41 @@ def made(zero: dict[str, Any] | None, **options: Any) -> Any:
 def test_a_plain_loop_of_accelerate_trains_alike_and_goes_on_from_its_state(stage: int, tmp_path: Path) -> None:
     drive = {"param_tier": "nvme", "optimizer_tier": "host", "nvme_path": str(tmp_path)} if stage == 3 else {"optimizer_tier": "host"}
     want, plain = loop(made(None), tmp_path / "plain")
-    first, _ = loop(made({"stage": stage, **drive}), tmp_path / "zk", stop=2)
+    accelerator = made({"stage": stage, **drive})
+    first, begun = loop(accelerator, tmp_path / "zk", stop=2)
     rest, model = loop(made({"stage": 1}), tmp_path / "zk", stop=2, resume=True, seed=5)
     assert first[:-1] + rest == pytest.approx(want, rel=1e-5)
     for got, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got.to(expected.device), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.device
-def test_get_state_dict_has_the_full_weights(tmp_path: Path) -> None:
-    accelerator = made({"stage": 3, "param_tier": "nvme", "optimizer_tier": "host", "nvme_path": str(tmp_path)})
-    torch.manual_seed(0)
-    model = GPT()
-    want = {name: value.clone() for name, value in model.state_dict().items()}
-    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    found = accelerator.get_state_dict(model)
-    assert found.keys() == want.keys()
-    assert all(torch.equal(found[name].cpu(), value.cpu()) for name, value in want.items())
+    found = accelerator.get_state_dict(begun)
+    assert found.keys() == plain.state_dict().keys()
+    with zk.gather(list(begun.parameters())):
+        assert all(torch.equal(found[name].cpu(), value.cpu()) for name, value in begun.named_parameters())
 
 
 def on_rank(case: tuple[str, dict[str, Any] | None]) -> Any:
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT="1", OMP_NUM_THREADS="1")
+    as_rank()
     os.environ["ACCELERATE_USE_CPU"] = str(DEVICE.type == "cpu")
     folder, zero = case
     losses, _ = loop(made(zero), Path(folder), stop=STEPS if zero is None else 1)
-    if zero is not None:
-        accelerator = made({"stage": 3})
-        rest, model = loop(accelerator, Path(folder), stop=1, resume=True, seed=5)
-        return losses[:-1] + rest, len(accelerator.get_state_dict(model))
-    return losses, 0
+    if zero is None:
+        return losses, 0
+    accelerator = made({"stage": 3})
+    rest, model = loop(accelerator, Path(folder), stop=1, resume=True, seed=5)
+    return losses[:-1] + rest, len(accelerator.get_state_dict(model))
 
 
 @pytest.mark.device
 def test_two_ranks_train_as_under_accelerates_own_ddp(tmp_path: Path) -> None:
     stages = (1, 2, 3) if DEVICE.type == "cpu" else (3,)
     cases = [(str(tmp_path / "plain"), None), *((str(tmp_path / str(stage)), {"stage": stage}) for stage in stages)]
-    plain, *ours = run_world(2, on_rank, cases)
-    for result in (plain, *ours):
-        for rank in range(2):
-            assert not isinstance(result[rank], Exception), result[rank]
+    results = run_world(2, on_rank, cases)
+    assert not (failed := [rank for result in results for rank in result if isinstance(rank, Exception)]), failed
+    plain, *ours = results
     for result in ours:
-        for rank in range(2):
-            assert result[rank][0] == pytest.approx(plain[rank][0], rel=1e-5)
-        assert [result[rank][1] for rank in range(2)] == [len(GPT().state_dict()), 0]
+        for (losses, _), (want, _) in zip(result, plain, strict=True):
+            assert losses == pytest.approx(want, rel=1e-5)
+        assert [size for _, size in result] == [len(GPT().state_dict()), 0]
 
 
 def test_an_optimizer_that_was_made_before_is_taken_as_it_is() -> None:

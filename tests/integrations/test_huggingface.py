@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 import runpy
+import shutil
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ TOLERANCES = {
 ON_RANKS = "mixtral" if DEVICE.type == "cpu" else "gpt2"  # for ranks the others are as gpt2 is
 BACKEND = "gloo" if DEVICE.type == "cpu" else "nccl"
 HOST = {"param_tier": "host", "optimizer_tier": "host"}
+ALONE = {"save_strategy": "no", "eval_strategy": "no"}
+SHORT = {**ALONE, "max_steps": 2}
 
 
 def on_drive(folder: Path) -> dict[str, Any]:
@@ -101,6 +104,13 @@ def made(
     )
 
 
+def trained(cls: type, family: str, folder: Path | str, **options: Any) -> Any:
+    """A Trainer that has trained."""
+    trainer = made(cls, family, folder, **options)
+    trainer.train()
+    return trainer
+
+
 def assert_alike(got: dict[Any, float], want: dict[Any, float], rule: str = "fp32") -> None:
     relative, absolute = TOLERANCES[rule]
     assert got.keys() == want.keys()
@@ -121,40 +131,38 @@ def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
 
-@pytest.mark.parametrize("family", [pytest.param(family, marks=[pytest.mark.device] * (family == "gpt2")) for family in FAMILIES])
+@pytest.mark.parametrize("family", (pytest.param("gpt2", marks=pytest.mark.device), "t5", "mixtral", "vit"))
 def test_zk_ends_with_the_losses_of_the_plain_trainer(family: str, tmp_path: Path) -> None:
-    plain = made(Trainer, family, tmp_path / "plain")
-    plain.train()
+    plain = trained(Trainer, family, tmp_path / "plain")
     drive = on_drive(tmp_path)
     ways = (({"stage": 2, "optimizer_tier": "host"}, drive), (drive, {"stage": 2}))
     for first, second in ways if family == "gpt2" else ways[:1]:
         folder = tmp_path / f"from stage {first['stage']}"
-        begun = made(ZeroTrainer, family, folder, stop=MIDDLE, zero=first)
-        begun.train()
-        begun.zero.close()
+        trained(ZeroTrainer, family, folder, stop=MIDDLE, zero=first).zero.close()
         resumed = made(ZeroTrainer, family, folder, seed=5, zero=second)  # other initial values, which must not count
         resumed.train(resume_from_checkpoint=True)
         assert resumed.zero.config.stage == second["stage"]
         assert_alike(history(resumed), history(plain))
         assert_same_weights(weights(folder / f"checkpoint-{STEPS}"), weights(tmp_path / "plain" / f"checkpoint-{STEPS}"))
         resumed.zero.close()
+    middle = folder / f"checkpoint-{MIDDLE}"
+    assert json.loads((middle / "trainer_state.json").read_text())["global_step"] == MIDDLE
+    assert {"config.json", "model.safetensors", "scheduler.pt", "training_args.bin", "zk"} <= {file.name for file in middle.iterdir()}
 
 
 def train_on_ranks(case: tuple[str, str, dict[str, Any], dict[str, Any]]) -> Any:
     family, folder, first, second = case
+    more = {"ddp_backend": BACKEND, "eval_strategy": "no"}
     if not first:
-        plain = made(Trainer, family, folder, more={"ddp_backend": BACKEND})
-        plain.train()
-        plain.save_model(f"{folder}/last")
-        return history(plain)
-    begun = made(ZeroTrainer, family, folder, stop=MIDDLE, more={"ddp_backend": BACKEND}, zero=first)
-    begun.train()
-    begun.zero.close()
-    resumed = made(ZeroTrainer, family, folder, seed=5, more={"ddp_backend": BACKEND}, zero=second)
-    resumed.train(resume_from_checkpoint=True)
-    resumed.save_model(f"{folder}/last")
-    resumed.zero.close()
-    return history(resumed)
+        trainer = trained(Trainer, family, folder, more=more)
+    else:
+        trained(ZeroTrainer, family, folder, stop=MIDDLE, more=more, zero=first).zero.close()
+        trainer = made(ZeroTrainer, family, folder, seed=5, more=more, zero=second)
+        trainer.train(resume_from_checkpoint=True)
+    trainer.save_model(f"{folder}/last")
+    if first:
+        trainer.zero.close()
+    return history(trainer)
 
 
 def generate_on_ranks(folder: str) -> Any:
@@ -176,33 +184,19 @@ def on_rank(case: Any) -> Any:
     return generate_on_ranks(case) if isinstance(case, str) else train_on_ranks(case)
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
-    """What came back from both ranks, by case, and the folder of each; one world for all, as importing is what takes long."""
-    base = tmp_path_factory.mktemp("ranks")
+def test_two_ranks_train_and_generate_what_the_plain_trainer_does_on_two(tmp_path: Path) -> None:
+    """Texts have other lengths on each rank, which wait; of a model whose three largest layers share a parameter."""
     two, three = {"stage": 2, "optimizer_tier": "host"}, {"stage": 3, **HOST}
-    cases: dict[str, Any] = {"plain": (ON_RANKS, str(base / "plain"), {}, {}), "zk": (ON_RANKS, str(base / "zk"), three, two)}
-    cases["generate"] = str(base / "generate")
-    return {name: (result, base / name) for name, result in zip(cases, run_world(2, on_rank, list(cases.values())), strict=True)}
-
-
-def test_two_ranks_train_what_the_plain_trainer_trains_on_two(on_two_ranks: dict[str, tuple[Any, Path]]) -> None:
-    (plain, folder), (ours, our_folder) = on_two_ranks["plain"], on_two_ranks["zk"]
-    for result in (*plain, *ours):
-        assert not isinstance(result, Exception), result
+    cases = [(ON_RANKS, str(tmp_path / "plain"), {}, {}), (ON_RANKS, str(tmp_path / "zk"), three, two), str(tmp_path)]
+    results = run_world(2, on_rank, cases)
+    assert not (failed := [rank for result in results for rank in result if isinstance(rank, Exception)]), failed
+    plain, ours, generated = results
     assert_alike(ours[0], plain[0])
-    assert_same_weights(weights(our_folder / "last"), weights(folder / "last"))
-
-
-def test_ranks_that_generate_texts_of_other_lengths_wait_for_each_other(on_two_ranks: dict[str, tuple[Any, Path]]) -> None:
-    """Of a model whose three largest layers share a parameter, which both train alike."""
-    results, folder = on_two_ranks["generate"]
-    for result in results:
-        assert not isinstance(result, Exception), result
-        (plain, losses), (ours, our_losses) = result
-        assert plain == ours
+    assert_same_weights(weights(tmp_path / "zk" / "last"), weights(tmp_path / "plain" / "last"))
+    for (texts, losses), (our_texts, our_losses) in generated:
+        assert our_texts == texts
         assert_alike(our_losses, losses)
-    assert_same_weights(weights(folder / "ZeroSeq2SeqTrainer"), weights(folder / "Seq2SeqTrainer"))
+    assert_same_weights(weights(tmp_path / "ZeroSeq2SeqTrainer"), weights(tmp_path / "Seq2SeqTrainer"))
 
 
 # ---- precision -----------------------------------------------------------------------------------------------------------------------
@@ -210,12 +204,9 @@ def test_ranks_that_generate_texts_of_other_lengths_wait_for_each_other(on_two_r
 
 @pytest.mark.parametrize(("dtype", "rule"), (pytest.param(None, "bf16", marks=pytest.mark.device), ("fp32", "fp32, autocast")))
 def test_bf16_is_parameters_of_it_or_autocast_over_fp32(dtype: str | None, rule: str, tmp_path: Path) -> None:
-    plain, ours = (
-        made(cls, "llama", tmp_path / cls.__name__, more={"bf16": True, "save_strategy": "no"}, **options)
-        for cls, options in ((Trainer, {}), (ZeroTrainer, {"zero": {"stage": 2, "dtype": dtype}}))
-    )
-    plain.train()
-    ours.train()
+    more = {**SHORT, "bf16": True, "eval_strategy": "steps"}
+    plain = trained(Trainer, "llama", tmp_path / "plain", more=more)
+    ours = trained(ZeroTrainer, "llama", tmp_path / "zk", more=more, zero={"stage": 2, "dtype": dtype})
     assert next(ours.model.parameters()).dtype == (torch.float32 if dtype else torch.bfloat16)
     assert_alike(history(ours), history(plain), rule)
 
@@ -223,9 +214,8 @@ def test_bf16_is_parameters_of_it_or_autocast_over_fp32(dtype: str | None, rule:
 def test_fp16_has_one_loss_scale_and_a_skipped_step_does_not_move_the_schedule(tmp_path: Path) -> None:
     # accelerate refuses fp16 on a CPU, so parameters are asked for in fp16 directly
     zero = {"dtype": "fp16", "loss_scale": zk.DynamicLossScale(init=2.0**24)}
-    trainer = made(ZeroTrainer, "gpt2", tmp_path, more={"save_strategy": "no", "eval_strategy": "no"}, zero=zero)
+    trainer = trained(ZeroTrainer, "gpt2", tmp_path, more=ALONE, zero=zero)
     assert trainer.accelerator.scaler is None
-    trainer.train()
     metrics = trainer.zero.metrics()
     assert metrics["steps"] + metrics["skipped_steps"] == STEPS
     assert metrics["skipped_steps"] > 0
@@ -253,7 +243,7 @@ class Generates(TrainerCallback):
 def test_generation_between_steps_and_from_pretrained_see_the_trained_parameters(tmp_path: Path) -> None:
     texts = []
     for cls, options in ((Trainer, {}), (ZeroTrainer, {"zero": on_drive(tmp_path)})):
-        trainer = made(cls, "llama", tmp_path / cls.__name__, more={"eval_strategy": "no", "save_strategy": "no"}, **options)
+        trainer = made(cls, "llama", tmp_path / cls.__name__, more=SHORT, **options)
         trainer.add_callback(generates := Generates())
         trainer.train()
         trainer.save_model(str(tmp_path / cls.__name__ / "last"))
@@ -304,48 +294,21 @@ def test_lora_trains_and_saves_the_adapter_alone(tmp_path: Path) -> None:
         assert_same_weights(got, want)
 
 
-def test_a_checkpoint_of_the_plain_trainer_is_gone_on_from(tmp_path: Path) -> None:
-    plain = made(Trainer, "llama", tmp_path)
-    plain.train()
-    for file in (tmp_path / f"checkpoint-{STEPS}").iterdir():
-        file.unlink()
-    (tmp_path / f"checkpoint-{STEPS}").rmdir()
-    ours = made(ZeroTrainer, "llama", tmp_path, seed=5, zero={"stage": 3, **HOST})
-    ours.train(resume_from_checkpoint=True)
-    assert_alike(history(ours), history(plain))
+def test_a_checkpoint_of_the_plain_trainer_is_gone_on_from_by_a_model_without_memory_too(tmp_path: Path) -> None:
+    plain = trained(Trainer, "llama", tmp_path)
+    shutil.rmtree(tmp_path / f"checkpoint-{STEPS}")
+    for deferred in (False, True):
+        with zk.deferred_init() if deferred else contextlib.nullcontext():
+            model = make("llama", seed=5)
+        more = {"save_strategy": "no", "eval_strategy": "steps"}
+        args = arguments(tmp_path, **more)
+        given = {"train_dataset": data("llama"), "eval_dataset": data("llama", 6, seed=2), "zero": {"stage": 3, **HOST}}
+        ours = ZeroTrainer(model=model, args=args, **given)
+        ours.train(resume_from_checkpoint=True)
+        assert_alike(history(ours), history(plain))
 
 
 # ---- logs, and what is refused -------------------------------------------------------------------------------------------------------
-
-
-def test_rates_go_to_loggers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    more = {"report_to": ["tensorboard"], "max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
-    trainer = made(ZeroTrainer, "vit", tmp_path, more=more, zero={"stage": 2})
-    trainer.train()
-    lines = [line for line in trainer.state.log_history if "loss" in line]
-    assert len(lines) == 2
-    assert trainer.zero.metrics()["grad_norm"] == pytest.approx(min(lines[-1]["grad_norm"], 1.0), rel=1e-6)  # clipped
-    events = accumulator.EventAccumulator(str(tmp_path / "events"))
-    events.Reload()
-    assert len(events.Scalars("train/zk/step_s")) == 2
-    assert {f"train/{name}" for name in lines[-1] if name.startswith("zk/")} <= set(events.Tags()["scalars"])
-    assert all(line["zk/step_s"] > 0 for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("more", "zero", "message"),
-    (
-        ({"bf16": True}, {"dtype": "fp16"}, "mixed precision is 'bf16'"),
-        ({"bf16": True, "bf16_full_eval": True}, {}, "bf16_full_eval=True.*remove it"),
-        ({"torch_compile": True}, {}, "compile"),
-        ({}, {"stage": 4}, "stage"),
-    ),
-)
-def test_arguments_that_contradict_zk_are_refused(more: dict[str, Any], zero: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        made(ZeroTrainer, "gpt2", tmp_path, more=more, zero=zero)
 
 
 # as transformers documents it
@@ -370,18 +333,41 @@ DEEPSPEED = {
 }
 
 
+def test_rates_go_to_loggers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    trainer = trained(ZeroTrainer, "vit", tmp_path, more={**SHORT, "report_to": ["tensorboard"]}, zero={"stage": 2})
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert len(lines) == 2
+    assert trainer.zero.metrics()["grad_norm"] == pytest.approx(min(lines[-1]["grad_norm"], 1.0), rel=1e-6)  # clipped
+    events = accumulator.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert len(events.Scalars("train/zk/step_s")) == 2
+    assert {f"train/{name}" for name in lines[-1] if name.startswith("zk/")} <= set(events.Tags()["scalars"])
+    assert all(line["zk/step_s"] > 0 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("more", "zero", "message"),
+    (
+        ({"bf16": True}, {"dtype": "fp16"}, "mixed precision is 'bf16'"),
+        ({"bf16": True, "bf16_full_eval": True}, {}, "bf16_full_eval=True.*remove it"),
+        ({"torch_compile": True}, {}, "compile"),
+        ({}, {"stage": 4}, "stage"),
+        ({}, {**DEEPSPEED, "zero_optimisation": {"stage": 3}}, r"write 'zero_optimization\.stage', or remove it"),
+    ),
+)
+def test_arguments_that_contradict_zk_are_refused(more: dict[str, Any], zero: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(ZeroTrainer, "gpt2", tmp_path, more=more, zero=zero)
+
+
 def test_deepspeeds_json_is_taken_as_it_is_with_auto_from_the_arguments(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
-    more = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
-    ours = made(ZeroTrainer, "gpt2", tmp_path, more=more, zero=str(tmp_path / "ds.json"))
-    ours.train()
-    config = ours.zero.config
+    config = trained(ZeroTrainer, "gpt2", tmp_path, more={**SHORT, "max_steps": 1}, zero=str(tmp_path / "ds.json")).zero.config
     assert (config.stage, config.param_tier, config.optimizer_tier, config.dtype, config.clip_grad_norm) == (3, "host", "host", None, None)
     assert "zk does not use these settings of the JSON: optimizer, scheduler, steps_per_print" in caplog.text
-    same = made(ZeroTrainer, "gpt2", tmp_path, more=more, zero={"stage": 3, **HOST})
-    same.train()
-    assert history(ours) == history(same)
-    rounded = made(ZeroTrainer, "gpt2", tmp_path, more={**more, "bf16": True}, zero=DEEPSPEED)
+    rounded = made(ZeroTrainer, "gpt2", tmp_path, more={**SHORT, "bf16": True}, zero=DEEPSPEED)
     assert rounded.accelerator.zero.dtype is torch.bfloat16
 
 
@@ -399,55 +385,33 @@ def test_a_script_that_takes_deepspeeds_json_keeps_its_command_line(tmp_path: Pa
         ZeroTrainer(model=make("gpt2"), args=args, zero={"stage": 2})
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    (
-        ({"zero_optimisation": {"stage": 3}}, "write 'zero_optimization.stage', or remove it"),
-    ),
-)
-def test_a_json_with_an_unknown_key_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        made(ZeroTrainer, "gpt2", tmp_path, zero={**DEEPSPEED, **changed})
-
-
 def test_a_trainer_of_ones_own_takes_the_mixin_and_an_optimizer_of_ones_own(tmp_path: Path) -> None:
     class Mine(ZeroTrainerMixin, Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             return 2 * super().compute_loss(model, inputs, *args, **kwargs)
 
-    model = make("gpt2")
-    more = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
-    optimizers = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None)
-    mine = Mine(model=model, args=arguments(tmp_path, **more), train_dataset=data("gpt2"), optimizers=optimizers, zero=zk.ZeroConfig(stage=3))
-    mine.train()
-    model = make("gpt2")
-    optimizers = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None)
-    plain = Trainer(model=model, args=arguments(tmp_path, **more), train_dataset=data("gpt2"), optimizers=optimizers)
-    plain.train()
+    found = []
+    for cls, options in ((Mine, {"zero": zk.ZeroConfig(stage=3)}), (Trainer, {})):
+        model = make("gpt2")
+        optimizers = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None)
+        trainer = cls(model=model, args=arguments(tmp_path, **SHORT), train_dataset=data("gpt2"), optimizers=optimizers, **options)
+        trainer.train()
+        found.append(trainer)
+    mine, plain = found
     assert history(mine)[1, "loss"] == pytest.approx(2 * history(plain)[1, "loss"], rel=1e-6)
     assert type(mine.zero._inners[0]) is torch.optim.SGD
 
 
-def test_a_model_that_was_deferred_gets_its_memory_from_zk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_was_deferred_gets_its_memory_from_zk_and_checkpointed_blocks_train_the_same(tmp_path: Path) -> None:
     torch.manual_seed(0)
     with zk.deferred_init():
         model = FAMILIES["llama"]()
     assert all(param.is_meta for param in model.parameters())
-    more = {"save_strategy": "no", "eval_strategy": "no"}
-    ours = ZeroTrainer(model=model, args=arguments(tmp_path, **more), train_dataset=data("llama"), zero={"stage": 3, **HOST})
-    plain = made(Trainer, "llama", tmp_path, more=more)
-    plain.train()
+    known = {field.name for field in dataclasses.fields(TrainingArguments)}
+    more = {**ALONE, "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing": True}
+    ours = ZeroTrainer(model=model, args=arguments(tmp_path, **more), train_dataset=data("llama"), zero=on_drive(tmp_path))
     ours.train()
-    assert_alike(history(ours), history(plain))
-
-
-def test_trainer_state_is_as_the_trainer_writes_it(tmp_path: Path) -> None:
-    trainer = made(ZeroTrainer, "gpt2", tmp_path, stop=MIDDLE, zero={"stage": 2})
-    trainer.train()
-    folder = tmp_path / f"checkpoint-{MIDDLE}"
-    assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == MIDDLE
-    assert {"config.json", "model.safetensors", "scheduler.pt", "training_args.bin", "zk"} <= {file.name for file in folder.iterdir()}
-    assert tf.GPT2LMHeadModel.from_pretrained(folder).config.n_embd == 16
+    assert_alike(history(ours), history(trained(Trainer, "llama", tmp_path, more=more)))
 
 
 def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -460,9 +424,8 @@ def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_a_second_run_begins_with_a_new_model_where_there_is_a_model_init(tmp_path: Path) -> None:
-    more = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
     options = {"model_init": lambda: make("gpt2"), "train_dataset": data("gpt2"), "zero": {"stage": 3, **HOST}}
-    trainer = ZeroTrainer(args=arguments(tmp_path, **more), **options)
+    trainer = ZeroTrainer(args=arguments(tmp_path, **SHORT), **options)
     runs = []
     for _ in range(2):
         trainer.train()
@@ -492,52 +455,24 @@ def test_a_model_that_memory_has_no_room_for_twice_is_saved_for_zk_export(
     made(ZeroTrainer, "t5", tmp_path, seed=5, more=more, zero={"stage": 2}).train(resume_from_checkpoint=True)
 
 
-def test_weights_alone_are_gone_on_from_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    more = {"save_only_model": True, "eval_strategy": "no"}
-    made(ZeroTrainer, "gpt2", tmp_path, stop=MIDDLE, more=more, zero={"stage": 2}).train()
-    resumed = made(ZeroTrainer, "gpt2", tmp_path, seed=5, more=more, zero={"stage": 2})
-    resumed.train(resume_from_checkpoint=True)
-    assert "has weights only" in caplog.text
-    assert resumed.zero.metrics()["steps"] == STEPS - MIDDLE
-
-
-def test_checkpointed_blocks_train_the_same(tmp_path: Path) -> None:
-    known = {field.name for field in dataclasses.fields(TrainingArguments)}
-    name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
-    more = {"save_strategy": "no", "eval_strategy": "no", name: True}
-    plain = made(Trainer, "llama", tmp_path, more=more)
-    ours = made(ZeroTrainer, "llama", tmp_path, more=more, zero=on_drive(tmp_path))
-    plain.train()
-    ours.train()
-    assert_alike(history(ours), history(plain))
-
-
 # ---- folders and adapters that are used again --------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_is_written_again_is_gone_on_from_as_it_is_now(tmp_path: Path) -> None:
-    made(ZeroTrainer, "gpt2", tmp_path, stop=MIDDLE, zero={"stage": 2}).train()
-    weights_only = made(ZeroTrainer, "gpt2", tmp_path, seed=7, stop=MIDDLE, more={"save_only_model": True}, zero={"stage": 2})
-    weights_only.train()
-    resumed = made(ZeroTrainer, "gpt2", tmp_path, seed=5, stop=MIDDLE, zero={"stage": 2})
+def test_a_folder_that_is_written_again_is_gone_on_from_as_it_is_now(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"stop": MIDDLE, "zero": {"stage": 2}}
+    trained(ZeroTrainer, "gpt2", tmp_path, **options)
+    more = {"save_only_model": True, "eval_strategy": "no"}
+    weights_only = trained(ZeroTrainer, "gpt2", tmp_path, seed=7, more=more, **options)
+    resumed = made(ZeroTrainer, "gpt2", tmp_path, seed=5, more=more, zero={"stage": 2})
     resumed._load_from_checkpoint(str(tmp_path / f"checkpoint-{MIDDLE}"))
     assert_same_weights(dict(resumed.model.named_parameters()), dict(weights_only.model.named_parameters()))
-    made(ZeroTrainer, "gpt2", tmp_path, stop=MIDDLE, zero={"stage": 2}).train()
-    made(Trainer, "gpt2", tmp_path, seed=8, stop=MIDDLE).train()  # over the same folder: both have a state there now
+    resumed.train(resume_from_checkpoint=True)
+    assert "has weights only" in caplog.text and resumed.zero.metrics()["steps"] == STEPS - MIDDLE
+    shutil.rmtree(tmp_path / f"checkpoint-{STEPS}")
+    trained(ZeroTrainer, "gpt2", tmp_path, **options)
+    trained(Trainer, "gpt2", tmp_path, seed=8, stop=MIDDLE)  # over the same folder: both have a state there now
     with pytest.raises(ValueError, match=r"has zk/, of a ZeroTrainer, and optimizer\.pt"):
         made(ZeroTrainer, "gpt2", tmp_path, zero={"stage": 2}).train(resume_from_checkpoint=True)
-
-
-def test_a_model_without_memory_takes_the_weights_of_a_plain_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = made(Trainer, "llama", tmp_path, stop=MIDDLE)
-    plain.train()
-    with zk.deferred_init():
-        model = make("llama", seed=5)
-    ours = ZeroTrainer(model=model, args=arguments(tmp_path, eval_strategy="no"), train_dataset=data("llama"), zero={"stage": 3, **HOST})
-    ours.train(resume_from_checkpoint=True)
-    whole = made(Trainer, "llama", tmp_path / "whole", more={"eval_strategy": "no"})
-    whole.train()
-    assert history(ours)[STEPS, "loss"] == pytest.approx(history(whole)[STEPS, "loss"], rel=1e-5)
 
 
 def test_adapters_that_are_not_trained_and_embeddings_are_saved_too(tmp_path: Path) -> None:
@@ -549,7 +484,7 @@ def test_adapters_that_are_not_trained_and_embeddings_are_saved_too(tmp_path: Pa
         base.resize_token_embeddings(70)
         model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], task_type="CAUSAL_LM"))
         model.add_adapter("reference", peft.LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"))
-        args = arguments(tmp_path / cls.__name__, max_steps=2, save_strategy="no", eval_strategy="no")
+        args = arguments(tmp_path / cls.__name__, **SHORT)
         trainer = cls(model=model, args=args, train_dataset=data("llama"), **options)
         trainer.train()
         trainer.save_model(str(tmp_path / cls.__name__ / "last"))
@@ -570,7 +505,7 @@ def test_a_second_train_begins_without_the_gradients_of_one_that_was_interrupted
     runs = []
     for cls, options in ((Trainer, {}), (ZeroTrainer, {"zero": {"stage": 2}})):
         done: list[int] = []
-        trainer = made(cls, "gpt2", tmp_path / cls.__name__, more={"save_strategy": "no", "eval_strategy": "no"}, **options)
+        trainer = made(cls, "gpt2", tmp_path / cls.__name__, more=SHORT, **options)
         trainer.add_callback(Interrupts())
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
@@ -581,18 +516,8 @@ def test_a_second_train_begins_without_the_gradients_of_one_that_was_interrupted
 
 def test_bf16_has_the_logits_of_from_pretrained_in_bf16_at_positions_far_apart(tmp_path: Path) -> None:
     """Rotary frequencies are a buffer that transformers leaves in fp32: rounded to bf16, they are off by whole turns at such a distance."""
-    torch.manual_seed(0)
-    config = tf.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16384,
-    )
-    tf.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    ids = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    make("llama", max_position_embeddings=16384).save_pretrained(tmp_path)
+    ids = torch.randint(0, 61, (1, 16), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     positions = torch.cat([torch.arange(8), torch.arange(8000, 8008)])[None].to(DEVICE)
     stock = tf.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).to(DEVICE).eval()
     with torch.no_grad():
@@ -605,8 +530,7 @@ def test_bf16_has_the_logits_of_from_pretrained_in_bf16_at_positions_far_apart(t
 
 
 def test_what_a_model_of_transformers_keeps_in_fp32_is_kept() -> None:
-    config = tf.T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    model = tf.T5ForConditionalGeneration(config)
+    model = make("t5")
     with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), dtype="fp16", loss_scale=None):
         in_fp32 = {name for name, param in model.named_parameters() if param.dtype == torch.float32}
-        assert in_fp32 == {name for name, _ in model.named_parameters() if ".wo." in name} and len(in_fp32) == 2
+        assert in_fp32 == {name for name, _ in model.named_parameters() if ".wo." in name} and len(in_fp32) == 4

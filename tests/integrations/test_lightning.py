@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint  # n
 
 import zk.integrations.lightning as zl  # noqa: E402
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread", "torch_engine"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.usefixtures("one_thread", "torch_engine"), pytest.mark.filterwarnings("ignore")]
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -88,16 +86,12 @@ def rows() -> Any:
 
 def trainer(strategy: Any = "auto", steps: int = STEPS, **kwargs: Any) -> Any:
     saves = any(isinstance(callback, ModelCheckpoint) for callback in kwargs.get("callbacks", ()))
-    options = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    options |= {"accelerator": DEVICE.type, "devices": 1, "num_sanity_val_steps": 1}
-    options |= {"enable_checkpointing": saves, "max_steps": steps, "strategy": strategy}
-    return L.Trainer(**{**options, **kwargs})
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    where = {"accelerator": DEVICE.type, "devices": 1, "num_sanity_val_steps": 1, "strategy": strategy}
+    return L.Trainer(**{**quiet, **where, "enable_checkpointing": saves, "max_steps": steps, **kwargs})
 
 
-def fit(
-    strategy: Any = "auto", steps: int = STEPS, module: type[Language] = Language,
-    ckpt: Any = None, seed: int = 0, **kwargs: Any,
-) -> Any:  # fmt: skip
+def fit(strategy: Any = "auto", steps: int = STEPS, module: type[Language] = Language, ckpt: Any = None, seed: int = 0, **kwargs: Any) -> Any:
     """A fitted module; its Trainer is ``module.trainer``."""
     torch.manual_seed(seed)
     made = module()
@@ -133,9 +127,7 @@ EVERY = [pytest.param(name, marks=[pytest.mark.device] * (name in ON_DEVICE)) fo
 
 
 @pytest.mark.parametrize("strategy", EVERY)
-def test_every_name_trains_as_the_stock_trainer_and_leaves_a_plain_model(
-    strategy: str, drive: Path
-) -> None:
+def test_every_name_trains_as_the_stock_trainer_and_leaves_a_plain_model(strategy: str, drive: Path) -> None:
     reference, module = stock(), fit(strategy)
     assert module.losses == reference.losses and len(set(module.losses)) == STEPS
     values = [each.trainer.callback_metrics["val"] for each in (module, reference)]
@@ -167,9 +159,9 @@ class Direct(Language):
     [
         ({"accumulate_grad_batches": 2, "steps": 3}, 0.0),
         ({"gradient_clip_val": 0.3, "accumulate_grad_batches": 3, "steps": 3}, 1e-6),
-        ({"module": ByEpoch, "steps": 9}, 0.0),
-        ({"module": Skips}, 0.0),
-        ({"module": Direct}, 0.0),
+        ({"module": ByEpoch, "steps": 5}, 0.0),
+        ({"module": Skips, "steps": 3}, 0.0),
+        ({"module": Direct, "steps": 3}, 0.0),
     ],
 )
 def test_what_a_trainer_does_is_that_of_the_stock_trainer(options: Any, tolerance: float) -> None:
@@ -189,10 +181,7 @@ def test_bf16_has_fp32_masters(precision: str, autocast: bool) -> None:
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
             return loss_of(plain, ids)
 
-    losses, _, masters, _ = train_plain(
-        model, lambda params: torch.optim.AdamW(params, 1e-2), dtype=torch.bfloat16, steps=EPOCH,
-        forward=forward,
-    )  # fmt: skip
+    losses, _, masters, _ = train_plain(model, lambda params: torch.optim.AdamW(params, 1e-2), dtype=torch.bfloat16, steps=EPOCH, forward=forward)
     for stage in (2, 3):
         module = fit(host(stage), EPOCH, NoSchedule, precision=precision)
         assert module.losses == losses
@@ -237,15 +226,17 @@ def test_configure_model_builds_without_memory_and_trains_the_same(tmp_path: Pat
     assert same_weights(fresh, reference)
 
 
-@pytest.mark.parametrize("strategy", ["zk_stage_2", "zk_stage_3_offload_nvme"])
-def test_validate_test_and_predict_leave_the_weights_alone(strategy: str) -> None:
+def test_validate_test_and_predict_leave_the_weights_alone() -> None:
     torch.manual_seed(0)
     module, plain = Language(), Language()
     plain.load_state_dict(module.state_dict())
-    trainer(strategy, precision="bf16-mixed").validate(module, rows(), verbose=False)
-    assert same_weights(module, plain)  # to the bit, though it was computed in bf16
-    ours, stocks = trainer(strategy), trainer()
-    ours.fit(module, rows()), stocks.fit(plain, rows())
+    stocks, strategy = trainer(), "zk_stage_3_offload_nvme"
+    for name in ("zk_stage_2", strategy):
+        trainer(name, precision="bf16-mixed").validate(module, rows(), verbose=False)
+        assert same_weights(module, plain), name  # to the bit, though it was computed in bf16
+    ours = trainer(strategy)
+    ours.fit(module, rows())
+    stocks.fit(plain, rows())
     expected = stocks.test(plain, rows(), verbose=False)
     assert ours.test(module, rows(), verbose=False) == expected
     for one, other in zip(ours.predict(module, rows()), stocks.predict(plain, rows()), strict=True):
@@ -310,26 +301,20 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, at: int) -> None:
     reference = fit(ckpt=file, seed=5)
     assert len(reference.losses) == STEPS - at
     cases = (("zk_stage_3_offload_nvme", folder), ("zk_stage_1", folder), ("zk_stage_3", file))
-    for strategy, source in cases:
+    for strategy, source in cases[: None if at == 3 else 1]:
         module = fit(strategy, ckpt=source, seed=5)
         assert module.losses == reference.losses and same_weights(module, reference), strategy
-    bf16 = saved(tmp_path / "bf16", "zk_stage_2", at, precision="bf16-mixed")
-    more = [fit(name, ckpt=bf16, seed=5, precision="bf16-mixed").losses for name in OURS]
-    assert more[0] == more[1] and len(more[0]) == STEPS - at
-
-
-def test_weights_of_a_folder_are_evaluated(tmp_path: Path) -> None:
-    folder = saved(tmp_path, "zk_stage_3_offload", 3)
-    want = trainer().validate(fit(steps=3), rows(), verbose=False)
-    for strategy in OURS:
+    if at == 3:
+        bf16 = saved(tmp_path / "bf16", "zk_stage_2", at, precision="bf16-mixed")
+        more = [fit(name, ckpt=bf16, seed=5, precision="bf16-mixed").losses for name in OURS]
+        assert more[0] == more[1] and len(more[0]) == STEPS - at
+        want = trainer().validate(fit(steps=3), rows(), verbose=False)
         for module in (Language(), Configured()):
-            assert trainer(strategy).validate(module, rows(), folder, verbose=False) == want
+            assert trainer("zk_stage_3_offload").validate(module, rows(), folder, verbose=False) == want
 
 
 def test_old_checkpoints_are_removed_and_the_last_is_a_link(tmp_path: Path) -> None:
-    keep = ModelCheckpoint(
-        tmp_path, "{step}", monitor="loss", save_top_k=2, every_n_train_steps=2, save_last="link"
-    )
+    keep = ModelCheckpoint(tmp_path, "{step}", monitor="loss", save_top_k=2, every_n_train_steps=2, save_last="link")
     fit("zk_stage_3_offload", callbacks=[keep])
     found = sorted(path.name for path in tmp_path.iterdir())
     assert len(found) == 3 and found[0] == "last.ckpt" and (tmp_path / "last.ckpt").is_symlink()
@@ -353,23 +338,36 @@ def test_weights_come_out_as_a_file_that_plain_lightning_loads(tmp_path: Path) -
         fit("zk_stage_3", ckpt=tmp_path / "folder.ckpt")
 
 
-CASES: dict[str, tuple[dict[str, Any], float]] = {  # options of the Trainer, difference to DDP
-    "clipped": ({"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}, 1e-6),
-}
 OURS = ("zk_stage_1", "zk_stage_3_offload")
 
 
+def on_rank(folder: Path) -> None:
+    """What one of two ranks that Lightning starts trains; it writes down what it found."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found: dict[Any, Any] = {}
+    for strategy in ("ddp", *OURS):
+        module = fit(strategy, 4, devices=2, gradient_clip_val=0.5, accumulate_grad_batches=2)
+        weights = torch.cat([param.detach().flatten() for param in module.parameters()])
+        found[strategy] = [module.losses, module.trainer.callback_metrics["val"].item(), weights.tolist()]
+    saved(folder, "zk_stage_3_offload", 3, devices=2)
+    resumed = [fit(name, 5, ckpt=folder / "at.ckpt", seed=9, devices=2) for name in OURS]
+    found["resumed"] = [module.losses for module in resumed]
+    resumed[0].trainer.save_checkpoint(folder / "two.ckpt")
+    found["alone"] = loss_of(resumed[0], batch(0)).item()
+    torch.save(found, folder / f"rank{torch.distributed.get_rank()}.pt")
+
+
 def test_two_ranks_train_what_stock_ddp_trains_and_one_resumes_from_them(tmp_path: Path) -> None:
-    environment = {**os.environ, "ZK_CPU_ADAM": "torch"}
-    command = ("-m", "tests.integrations.lightning_ranks", str(tmp_path))
-    run(*command, env=environment, timeout=600, check=True)
+    (tmp_path / "ranks.py").write_text(f"import pathlib, tests.integrations.test_lightning as t\nt.on_rank(pathlib.Path({str(tmp_path)!r}))")
+    environment = {**os.environ, "ZK_CPU_ADAM": "torch", "PYTHONPATH": str(ROOT)}  # Lightning starts the second one as a script
+    run(str(tmp_path / "ranks.py"), env=environment, timeout=600, check=True)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
-    assert first["clipped", "ddp"][0] != second["clipped", "ddp"][0]  # each its own data
+    assert first["ddp"][0] != second["ddp"][0]  # each its own data
     for found in (first, second):
-        for name, (_, tolerance) in CASES.items():
-            for strategy in OURS:
-                for ours, ddp in zip(found[name, strategy], found[name, "ddp"], strict=True):
-                    assert ours == pytest.approx(ddp, abs=max(tolerance, 1e-6), rel=0), strategy
+        for strategy in OURS:
+            for ours, ddp in zip(found[strategy], found["ddp"], strict=True):
+                assert ours == pytest.approx(ddp, abs=1e-6, rel=0), strategy
         assert found["resumed"][0] == found["resumed"][1]
     alone = fit("zk_stage_2", 5, ckpt=tmp_path / "at.ckpt", seed=4)
     assert len(alone.losses) == 2

@@ -16,7 +16,7 @@ from transformers.integrations import is_fsdp_managed_module
 
 import zk
 from tests.integrations.families import make
-from tests.models import DEVICE, GPT
+from tests.models import DEVICE, GPT, train
 from tests.world import run_world
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -86,20 +86,13 @@ def answers(_: Any) -> dict[str, bool]:
 def compiles(_: Any) -> tuple[list[float], list[float], int]:
     """Losses with compiled blocks and without, and how many graphs each block became at most."""
     losses, counter = [], torch._dynamo.testing.CompileCounter()
-    for backend in (None, counter):
+    for compiled in (False, True):
         torch.manual_seed(0)
-        model, found = GPT(), list[float]()
+        model = GPT()
         with over(model) as optimizer:
-            for block in model.blocks if backend is not None else ():
-                block.compile(backend=backend)
-            for seed in range(2):
-                ids = torch.randint(0, 16, (2, 8), generator=torch.Generator().manual_seed(seed))
-                loss = model(ids).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(loss.item())
-        losses.append(found)
+            for block in model.blocks if compiled else ():
+                block.compile(backend=counter)
+            losses.append(train(model, optimizer, steps=2))
     return losses[0], losses[1], counter.frame_count
 
 
@@ -113,37 +106,19 @@ def on_rank(name: str) -> Any:
     return call(case)
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks() -> dict[str, list[Any]]:
+def test_two_ranks_stay_at_one_place() -> None:
     results = dict(zip(WORK, run_world(2, on_rank, list(WORK)), strict=True))
     for name, result in results.items():
-        for rank in result:
-            assert not isinstance(rank, Exception), f"{name}: {rank}"
-    return results
-
-
-@pytest.mark.parametrize("how", ("greedy", "sampled", "beams"))
-def test_generate_waits_for_ranks_whose_texts_are_longer(how: str, on_two_ranks: dict[str, list[Any]]) -> None:
-    results = on_two_ranks[how]
-    assert all(found == want for found, want in results)
-    assert len({max(map(len, found)) for found, _ in results}) == 2, "the texts are of one length, so nothing waited"
-
-
-def test_ranks_that_would_drop_other_layers_run_them_all(on_two_ranks: dict[str, list[Any]]) -> None:
-    losses = torch.tensor(on_two_ranks["layers"])
+        assert not any(isinstance(rank, Exception) for rank in result), f"{name}: {result}"
+    for how in ("greedy", "sampled", "beams"):  # generate waits for ranks whose texts are longer
+        assert all(found == want for found, want in results[how]), how
+        assert len({max(map(len, found)) for found, _ in results[how]}) == 2, "the texts are of one length, so nothing waited"
+    losses = torch.tensor(results["layers"])  # ranks that would drop other layers run them all
     assert losses.isfinite().all() and not torch.equal(losses[0], losses[1])
-
-
-def test_modules_say_so_while_their_parameters_are_partitioned(on_two_ranks: dict[str, list[Any]]) -> None:
-    yes = {"model", "its body"}
-    for found in on_two_ranks["answers"]:
-        assert {name for name, answer in found.items() if answer} == yes
-
-
-def test_compiled_blocks_stay_whole(on_two_ranks: dict[str, list[Any]]) -> None:
-    for eager, compiled, graphs in on_two_ranks["compiles"]:
-        assert compiled == pytest.approx(eager, rel=1e-5)
-        assert graphs == 1
+    for found in results["answers"]:  # modules say so while their parameters are partitioned
+        assert {name for name, answer in found.items() if answer} == {"model", "its body"}
+    for eager, compiled, graphs in results["compiles"]:  # blocks stay whole
+        assert compiled == pytest.approx(eager, rel=1e-5) and graphs == 1
 
 
 def test_one_process_drops_layers_as_ever() -> None:
