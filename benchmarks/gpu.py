@@ -1,353 +1,358 @@
-"""Measurements and tests of zk on one GPU within ten minutes, and a dated report of them: `make gpu`, or
+"""Tests and measures zk on one GPU in less than ten minutes: `make gpu`, or
 
-    python benchmarks/gpu.py [--minutes 9.5] [--sections floors,12/stage2] [--out FOLDER] [--nvme FOLDER] [--dry-run]
+    python benchmarks/gpu.py [--minutes 9.5] [--sections floors,12/stage2] [--dry-run]
 
-Each row is a process, those of the most worth first. What fails, does not fit or exceeds its limit is a row of the report, which is written anew
-after each: DATE-gpu-NAME.md, with the sections in its name if some are chosen. ``--dry-run``: tiny sizes, on the software GPU if there is no other.
-
-Rows of training say their phases: built (the model), pinned (the optimizer is made, and has page-locked memory), touched (a backward has ended, and
-memory of gradients is there), first step (that of states too), and each step: forward, backward, clip to a norm of 1, update. A step ends when
-compute has done it: with ``overlap_step`` the update runs beside the next. Micro-batches of a step go through ``optimizer.accumulate``.
+Each row is a process, those that say most first. What fails, does not fit or takes too long is a
+line of the report, DATE-gpu-NAME.md, which is written anew after each row. Training has phases: the
+model is built, memory is pinned for the optimizer, a backward has touched that of gradients, and a
+first step that of states. ``--dry-run``: tiny sizes, also on the software GPU.
 """
 
-import argparse
 import datetime
-import functools
 import multiprocessing
 import os
 import re
 import signal
-import statistics
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).absolute().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]  # where zk is not installed, this one is meant anyway
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]  # this zk, whichever is installed
 os.environ |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "ZK_QUIET": "1"}
 # ruff: noqa: E402
 import pytest
 import torch
 from cases import adam, clock, link
-from gpu_model import SIZES, TINY, Size, build
-from torch import Tensor
+from gpu_model import PIECE, SIZES, TINY, GPTConfig, build
 
 import zk
 from tests import softgpu
-from zk.memory import aligned
 from zk.tools import doctor
 from zk.tools.metrics import peak_nbytes
 from zk.tools.plan import Machine, Plan
 
-FORK: Any = multiprocessing.get_context("fork")  # rows start at once; this process itself must not wake CUDA
-GIB, RESULTS = 1 << 30, ROOT / "benchmarks" / "results"
-TOKENS, MICRO = (8192, 16384, 65536), 8192  # of steps, and of micro-batches
-LIMITS = {"matrices": 600.0, "host": 120.0, "both at once": 100.0}  # TFLOP/s and GB/s that stand in for floors that were not measured
-KERNELS, OTHERS = ("tests/test_kernels.py", "tests/test_checkpoint_device.py"), ("tests/addons", "tests/core", "-m", "device or device_only")
-Say = Callable[..., None]
-Row = tuple[str, str, float, Callable[[Say, argparse.Namespace], None]]  # section, name, seconds at most, work
-Found = list[dict[str, Any]]  # what rows have said, with their section and name
+FORK: Any = multiprocessing.get_context("fork")  # starts at once; this process must not wake CUDA
+GIB, MICRO, TOKENS = 1 << 30, 8192, (8192, 16384, 65536)  # tokens of a micro-batch, and of steps
+RATES = {"matrices": 600.0, "host": 120.0, "pinned, both at once": 100.0}  # or floors
+NOTES = "needs", "built", "pinned", "touched", "first step", "tests"  # kinds of facts of a row
+Say = Callable[[str, Any], None]  # a kind of fact, and one of it
+Said = dict[str, list[Any]]  # by a row, of each kind
 
 
-def rows() -> list[Row]:
-    def steps(section: str, name: str, limit: float, tokens: tuple[int, ...] = TOKENS, **zero: Any) -> Row:
-        return section, name, limit, functools.partial(train, model=section, counts=tokens, zero=zero)
-
-    twelve, cpu = functools.partial(steps, "12", limit=60, tokens=TOKENS[:1]), {"stage": 3, "optimizer_tier": "host"}
-    overlap, host = {**cpu, "overlap_step": True}, {**cpu, "param_tier": "host"}
-    auto = {"stage": 3, "param_tier": "auto", "optimizer_tier": "auto", "overlap_step": True}
-    return [
-        *(("floors", floor.__name__, 40.0, floor) for floor in (device, host_memory)),
-        twelve("torch"),
-        twelve("stage2", stage=2, optimizer_tier="host"),
-        twelve("stage3", **host),
-        twelve("overlap", **host, overlap_step=True),
-        ("tests", "kernels", 75.0, functools.partial(test, few="public_door", arguments=KERNELS)),
-        twelve("backward", **host, overlap_step="backward", clip_grad_norm=1e6),  # a clip would undo it
-        twelve("on_device", **host, overlap_step=True, update_on="device"),
-        twelve("auto", **auto),
-        steps("7b", "torch", 80),
-        steps("7b", "cpu", 150, **overlap),
-        steps("14b", "auto", 200, **auto),
-        steps("7b", "on_device", 150, **overlap, update_on="device"),
-        steps("7b", "auto", 150, **auto),
-        steps("14b", "torch", 120),
-        steps("14b", "cpu", 200, **overlap),
-        ("tests", "others", 150.0, functools.partial(test, few="tiled_linear and sum_over", arguments=OTHERS)),
-    ]
+class Row(NamedTuple):
+    name: str  # with its section
+    limit: float  # seconds
+    work: Callable[["Row", Say, Any], None]
+    given: Any = None  # options of ZeroOptimizer, or tests, and the few of a dry run
 
 
-def device(say: Say, options: argparse.Namespace) -> None:
+def device(row: Row, say: Say, options: Any) -> None:
     """The machine; matrices; and the link, whose copies are compared with their sources."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    cpu = re.search(r"model name.*: (.*)", Path("/proc/cpuinfo").read_text())
-    words = [gpu, cpu.group(1) if cpu else os.uname().machine, f"Linux {os.uname().release}"]
-    say(gpu=gpu, machine="; ".join([*words, *(f"{one.what} {one.found}" for one in (*doctor.packages(), *doctor.machine()))]))
+    gpu = torch.cuda.get_device_name(clock.the_gpu())
+    cpu = re.findall(r"model name.*: (.*)", Path("/proc/cpuinfo").read_text())[:1]
+    facts = [f"{one.what} {one.found}" for one in (*doctor.packages(), *doctor.machine())]
+    say("machine", (gpu, "; ".join([gpu, *cpu, f"Linux {os.uname().release}", *facts])))
     size, nbytes, rounds = (128, 1 << 18, 2) if options.dry_run else (8192, GIB, 7)
-    rate = clock.matmul_tflops(clock.default_device(), size, rounds=rounds)
-    say(floor="matrices", what=f"bf16 product of {size}", rate=rate, unit="TFLOP/s")
+    rate = clock.matmul_tflops(clock.the_gpu(), size, rounds=rounds)
+    say("floor", ("matrices", f"bf16 product of {size}", rate, "TFLOP/s"))
     found = link.measure(nbytes, rounds)
-    for row in found.rows:
-        what = f"link, {row['name']}" + ", but the system locks no pages" * (not found.settings["page_locked"])
-        say(floor=row["name"].removeprefix("pinned, "), what=what, rate=row["gbps"], unit="GB/s")
+    doubt = "" if found.settings["page_locked"] else ", but the system locks no pages"
+    for one in found.rows:
+        say("floor", (one["name"], f"link, {one['name']}{doubt}", one["gbps"], "GB/s"))
 
 
-def host_memory(say: Say, options: argparse.Namespace) -> None:
-    """Seconds to page-lock memory that 0, 1 or all threads have touched, and bytes that the CPU update moves, by threads; the drive."""
-    here: Any = link.link_to(clock.the_gpu())
-    sizes, cores = ((1 << 20, 1 << 21) if options.dry_run else (GIB, 4 * GIB)), len(os.sched_getaffinity(0))
-    for nbytes, threads in [(size, threads) for size in sizes for threads in (0, 1, cores)]:
-        memory, start = aligned(nbytes), time.perf_counter()
-        torch.set_num_threads(max(1, threads))
-        memory[: nbytes * bool(threads)].fill_(1)
-        touched = time.perf_counter()
-        here.pin(memory)
-        what = f"page-lock {nbytes / GIB:.3g} GiB, touched by {threads} threads in {touched - start:.2f} s" + ": refused" * here.refuses
-        say(floor="lock", what=what, rate=time.perf_counter() - touched, unit="s")
-        here.unpin(memory)
-    param, grad = (torch.full((1 << 14 if options.dry_run else 1 << 26,), value, dtype=torch.bfloat16) for value in (1.0, 1e-3))
+def host_memory(row: Row, say: Say, options: Any) -> None:
+    """Page-locking, of memory that 0, 1 or all threads have touched; the CPU update; the drive."""
+    cores, less = len(os.sched_getaffinity(0)), 1 << (10 * options.dry_run)
+    for gib, threads in [(gib, threads) for gib in (1, 4) for threads in (0, 1, cores)]:
+        touched, locked, refused = link.page_lock(gib * GIB // less, threads)
+        what = f"page-lock {gib} GiB, touched by {threads} threads in {touched:.2f} s{refused}"
+        say("floor", ("lock", what, locked, "s"))
+    param = torch.ones((1 << 26) // less, dtype=torch.bfloat16)
     for threads in sorted({1, cores, *(2**n for n in range(2, 7) if 2**n < cores)}, reverse=True):
-        rate = 26 * param.numel() / statistics.median(clock.seconds_of(adam.by_zk(param, grad, num_threads=threads), 3)) / 1e9
-        say(floor="host", what=f"CPU Adam, {threads} threads, 26 bytes a parameter", rate=rate, unit="GB/s")
+        update = adam.by_zk(param, torch.full_like(param, 1e-3), num_threads=threads)
+        rate = adam.SPLIT * param.numel() / median(clock.seconds_of(update, 3)) / 1e9
+        what = f"CPU Adam, {threads} threads, {adam.SPLIT} bytes a parameter"
+        say("floor", ("host", what, rate, "GB/s"))
     options.nvme.mkdir(parents=True, exist_ok=True)
-    *rates, direct = doctor.measure_drive(str(options.nvme), 1 << 20 if options.dry_run else 2 * GIB)
-    for name, rate in zip(("read", "written"), rates, strict=True):
-        say(floor="drive", what=f"drive, {name}" + ", through the page cache" * (not direct), rate=rate / 1e9, unit="GB/s")
+    read, written, direct = doctor.measure_drive(str(options.nvme), 2 * GIB // less)
+    past = "" if direct else ", through the page cache"
+    say("floor", ("drive", f"drive, read{past}", read / 1e9, "GB/s"))
+    say("floor", ("drive", f"drive, written{past}", written / 1e9, "GB/s"))
 
 
-def test(say: Say, options: argparse.Namespace, arguments: tuple[str, ...], few: str) -> None:
-    """Tests for devices; each verdict is said, so that those before a limit count."""
-    counts, failed = Counter[str](), list[str]()
+def test(row: Row, say: Say, options: Any) -> None:
+    """Tests for devices. Each verdict is said, so that those before a limit count."""
+    (tests, few), counts = row.given, Counter[str]()
 
     class Verdicts:
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             if report.when == "call" or report.outcome != "passed":
-                counts[report.outcome] += 1
-                failed.extend([report.nodeid.rpartition("/")[2]] * report.failed)
-                say(tests=f"{dict(counts)} {', '.join(failed[:20])}")
+                counts[report.outcome + f" {report.nodeid}" * report.failed] += 1
+                say("tests", dict(counts))
 
     os.chdir(ROOT)
     fewer = ["-p", "tests.softgpu.plugin", "-k", few] if options.dry_run else []
-    status = pytest.main(["-vv", "--tb=short", "-p", "no:cacheprovider", *arguments, *fewer], plugins=[Verdicts()])
-    if status or not counts:
-        raise RuntimeError(f"{status!r}; {', '.join(failed[:5]) or 'the log says why'}")
+    arguments = ["-vv", "--tb=short", "-p", "no:cacheprovider", *tests, *fewer]
+    if (status := pytest.main(arguments, plugins=[Verdicts()])) or not counts:
+        raise RuntimeError(f"{status!r}: the log says why")
 
 
-def plan(size: Size, tokens: int, micro: int, zero: dict[str, Any]) -> tuple[dict[str, Any], str, bool]:
-    """Options, with budgets for "auto"; what they need; and whether it fits. No options: plain torch with bf16 moments and no fp32 master."""
+def plan(size: GPTConfig, tokens: int, micro: int, zero: dict[str, Any]) -> tuple[Any, str, bool]:
+    """Options, with budgets for "auto"; what they need; whether it fits. None: bf16 moments."""
     model, there = build(size, torch.device("meta")), Machine.of(None, None, None, 1)
-    working, used = size.working_nbytes(tokens if zero else micro, micro), Counter(device=8 * sum(p.numel() for p in model.parameters()))
-    room = Machine(gpu_nbytes=(there.gpu_nbytes or 4 * GIB) - int(working / 0.92), ram_nbytes=there.ram_nbytes)
+    blocks = size.layers * (tokens if zero else micro) + 28 * micro  # what they keep, and compute
+    working = 2 * size.width * blocks + 14 * size.vocab * min(micro, PIECE)  # about
+    room = Machine(gpu_nbytes=there.gpu_nbytes - int(working / 0.92), ram_nbytes=there.ram_nbytes)
+    used = Counter(device=8 * sum(param.numel() for param in model.parameters()))
     fits = used["device"] <= room.capacity("device")
     if zero:
+        config = zk.ZeroConfig(**{"dtype": "bf16", "clip_grad_norm": 1.0, **zero})
         try:
-            row = Plan(name="", model=model, machine=room, tokens=0).row(zk.ZeroConfig(**{"dtype": "bf16", "clip_grad_norm": 1.0, **zero}))
+            row = Plan(name="", model=model, machine=room, tokens=0).row(config)
         except ValueError as error:  # "auto" finds no room
             return zero, f"{tokens:,} tokens: {error}", False
         zero, used, fits = row.options(), row.used, not row.missing
-    needs = [f"{used[name] / GIB:.1f} of {there.capacity(name) / GIB:.1f} GiB of the {name}" for name in ("device", "host")]
-    return zero, f"{tokens:,} tokens need {' and '.join(needs)}, and on the device {working / GIB:.1f} of activations", fits
+    needs = f"for {tokens:,} tokens {working / GIB:.1f} GiB of activations"
+    for name in ("device", "host"):
+        needs += f", {used[name] / GIB:.1f} of {there.capacity(name) / GIB:.1f} GiB of the {name}"
+    return zero, needs, fits
 
 
-def train(say: Say, options: argparse.Namespace, model: str, counts: tuple[int, ...], zero: dict[str, Any]) -> None:
-    """Steps of plain torch, or by zk with the options ``zero``, for several numbers of tokens."""
-    size, scale, patience, device = (*((TINY, 1024, 0.0) if options.dry_run else (SIZES[model], 1, 4.0)), clock.default_device())
-    for most, micro in [(most, MICRO // part // scale) for most in range(len(counts), 0, -1) for part in (1, 2)]:
-        chosen, needs, fits = plan(size, counts[most - 1] // scale, micro, zero)
+def backward(net: Any, optimizer: Any, batches: Any) -> float:
+    """Forward and backward of micro-batches, which zk takes block by block. Returns the loss."""
+    if isinstance(optimizer, zk.ZeroOptimizer) and len(batches) > 1:
+        return float(sum(optimizer.accumulate(batches, lambda net, ids: net(ids) / len(batches))))
+    losses = []
+    for ids in batches:
+        losses.append(net(ids) / len(batches))
+        losses[-1].backward()
+    return sum(map(float, losses))
+
+
+def train(row: Row, say: Say, options: Any) -> None:
+    """Steps of plain torch, or by zk with the options given, of several numbers of tokens."""
+    model, gpu, start = row.name.partition("/")[0], clock.the_gpu(), time.perf_counter()
+    size, scale, patience = (TINY, 1024, 0.0) if options.dry_run else (SIZES[model], 1, 4.0)
+    counts = [tokens // scale for tokens in (TOKENS[:1] if model == "12" else TOKENS)]
+    for most, part in [(most, part) for most in range(len(counts), 0, -1) for part in (1, 2)]:
+        micro = MICRO // part // scale
+        zero, needs, fits = plan(size, counts[most - 1], micro, row.given or {})
         if fits:
             break
-    say(needs=needs, mode=zero.get("overlap_step"), by="both at once" if "update_on" in zero else "host")
-    if not fits:
-        raise MemoryError(f"not run, as it does not fit: {needs}")
-    chosen |= {"device_budget": 1 << 20} if options.dry_run and zero.get("param_tier") == "auto" else {}  # so that states are divided
-    start, on_gpu = time.perf_counter(), device.type == "cuda"
+    else:
+        raise MemoryError(f"does not fit: {needs}")
+    say("needs", needs)
+    if options.dry_run and zero.get("param_tier") == "auto":
+        zero["device_budget"] = 1 << 20  # so that states are divided
 
-    def now() -> float:
-        """When compute has done what it was asked to do; copies and updates on other streams may go on."""
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
-        return time.perf_counter()
+    def now() -> float:  # when compute has done all; copies and updates may go on beside it
+        torch.cuda.current_stream().synchronize()
+        return time.perf_counter() - start
 
-    def phase(name: str, **values: Any) -> None:
-        peaks = peak_nbytes(), *([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if on_gpu else [])
-        say(phase=name, at=now() - start, memory=[f"{peak / GIB:.1f}" for peak in peaks], **values)
-
-    def backward(batches: Sequence[Tensor]) -> float:
-        """Returns the loss."""
-        if zero and len(batches) > 1:
-            return float(sum(optimizer.accumulate(batches, lambda net, ids: net(ids) / len(batches))))
-        losses = []
-        for ids in batches:
-            losses.append(net(ids) / len(batches))
-            losses[-1].backward()
-        return float(sum(loss.detach() for loss in losses))
-
-    net = build(size, device)
-    numel = sum(param.numel() for param in net.parameters())
-    phase("built")
-    inner = torch.optim.AdamW(net.parameters(), fused=None if zero else True, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
-    optimizer: Any = zk.ZeroOptimizer(net, inner, **chosen) if zero else inner
-    moments = {tier: kinds.get("moments", 0) for tier, kinds in optimizer.summary().nbytes.items()} if zero else {"device": 1}
-    phase("pinned", away=1 - moments.get("device", 0) / sum(moments.values()), numel=numel)
-    for number, tokens in enumerate(count // scale for count in counts[:most]):
+    net = build(size, gpu)
+    say("built", f"at {now():.1f} s")
+    params, how = list(net.parameters()), {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    optimizer: Any = torch.optim.AdamW(params, fused=None if zero else True, **how)
+    facts = {"micro": micro, "numel": sum(param.numel() for param in params), "away": 0.0}
+    facts |= {"mode": zero.get("overlap_step"), "on_device": "update_on" in zero}
+    if zero:
+        optimizer = zk.ZeroOptimizer(net, optimizer, **zero)
+        nbytes = {tier: kinds["moments"] for tier, kinds in optimizer.summary().nbytes.items()}
+        facts["away"] = 1 - nbytes.get("device", 0) / sum(nbytes.values())
+    say("pinned", f"at {now():.1f} s")
+    for tokens in counts[:most]:
         torch.manual_seed(0)
-        ids, taken = torch.randint(0, size.vocab, (tokens // size.context, size.context + 1)), list[float]()
-        batches = ids.to(device).split(micro // size.context)
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        while len(taken) < 2 or (len(taken) < 6 and sum(taken[1:]) < patience):  # the first one is a warm-up
-            began, is_first = now(), not (number or taken)
-            loss, middle = backward(batches), now()
+        ids = torch.randint(0, size.vocab, (tokens // size.context, size.context + 1)).to(gpu)
+        batches, whole, compute = ids.split(micro // size.context), list[float](), list[float]()
+        torch.cuda.reset_peak_memory_stats()
+        while len(whole) < 2 or (len(whole) < 6 and sum(whole[1:]) < patience):
+            began, is_first = now(), "first" not in facts
+            loss = backward(net, optimizer, batches)
+            compute.append(now() - began)
             if is_first:
-                phase("touched")
-            if not zero:
-                torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                facts["first"] = loss
+                say("touched", f"at {now():.1f} s")
+            norm = 0.0 if zero else torch.nn.utils.clip_grad_norm_(params, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            taken.append(now() - began)
-            said = {"tokens": tokens, "seconds": taken[-1], "backward": middle - began, "loss": loss, "norm": getattr(optimizer, "norm", 0.0)}
-            phase("first step" if is_first else "step", warm=len(taken) > 1, micro=micro, **said)
+            whole.append(now() - began)
+            if is_first:
+                say("first step", f"at {now():.1f} s")
+            if len(whole) > 1:  # the first one is a warm-up
+                facts |= {"tokens": tokens, "loss": loss, "norm": float(norm or optimizer.norm)}
+                facts |= {"seconds": median(whole[1:]), "compute": median(compute[1:])}
+                near = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+                facts["peaks"] = ", ".join(f"{n / GIB:.1f}" for n in (peak_nbytes(), *near))
+                say("step", facts)
 
 
-def bound(compute: float, update: float, mode: Any) -> float:
-    """Seconds of a step by formula. True: the update runs beside forward, a quarter of compute; "backward": beside all of it."""
-    return max(compute, update) if mode == "backward" else compute + max(0.0, update - compute / 4 * (mode is True))
+CPU = {"stage": 3, "optimizer_tier": "host", "overlap_step": True}
+HOST = {"stage": 3, "optimizer_tier": "host", "param_tier": "host"}
+AUTO = {"stage": 3, "optimizer_tier": "auto", "param_tier": "auto", "overlap_step": True}
+KERNELS = ("tests/test_kernels.py", "tests/test_checkpoint_device.py"), "public_door"
+OTHERS = ("tests/addons", "tests/core", "-m", "device or device_only"), "tiled_linear and sum_over"
+ROWS = (
+    Row("floors/device", 30, device),
+    Row("12/stage2", 75, train, {"stage": 2, "optimizer_tier": "host"}),
+    Row("12/torch", 60, train),
+    Row("floors/host_memory", 40, host_memory),
+    Row("12/stage3", 60, train, HOST),
+    Row("12/overlap", 60, train, {**HOST, "overlap_step": True}),
+    Row("tests/kernels", 75, test, KERNELS),
+    Row("12/backward", 60, train, {**HOST, "overlap_step": "backward", "clip_grad_norm": 1e6}),
+    Row("12/on_device", 60, train, {**HOST, "overlap_step": True, "update_on": "device"}),
+    Row("12/auto", 60, train, AUTO),
+    Row("7b/torch", 80, train),
+    Row("7b/cpu", 150, train, CPU),
+    Row("14b/auto", 200, train, AUTO),
+    Row("7b/on_device", 150, train, {**CPU, "update_on": "device"}),
+    Row("7b/auto", 150, train, AUTO),
+    Row("14b/torch", 120, train),
+    Row("14b/cpu", 200, train, CPU),
+    Row("tests/others", 150, test, OTHERS),
+)
 
 
-def of(found: Found, kind: str, **where: Any) -> Found:
-    return [one for one in found if kind in one and all(one.get(name) == value for name, value in where.items())]
-
-
-def table(head: str, lines: Iterable[Sequence[Any]]) -> list[str]:
-    titles = head.split("|")
-    return ["| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |" for line in (titles, ["---"] * len(titles), *lines)] + [""]
-
-
-def curve(found: Found) -> Iterator[list[Any]]:
-    """Steps beside plain torch's and the formulas."""
-    rates = {name: max((one["rate"] for one in of(found, "floor", floor=name)), default=rate) for name, rate in LIMITS.items()}
-    medians: dict[Any, Any] = {}
-    for last in of(found, "tokens", warm=True):
-        key = {name: last[name] for name in ("section", "name", "tokens")}
-        seconds, backward = (statistics.median(one[what] for one in of(found, what, warm=True, **key)) for what in ("seconds", "backward"))
-        medians[(*key.values(),)] = seconds, backward, last
-    for (section, name, tokens), (seconds, backward, last) in medians.items():
-        way = of(found, "needs", section=section, name=name)[-1] | of(found, "away", section=section, name=name)[-1]
-        numel, losses = way["numel"], [one["loss"] for one in of(found, "loss", section=section, phase="first step")]
-        by_matrices = (tokens, *[8 * numel * tokens / rates["matrices"] / 1e12] * 2)
-        plain = [(key[2], *values) for key, values in medians.items() if key[:2] == (section, "torch")]
-        near = min(plain, key=lambda one: abs(one[0] - tokens), default=by_matrices)
-        whole, compute = near[1] * tokens / near[0], near[2] * tokens / near[0]
-        update = numel * way["away"] * (30 if way["by"] == "host" else 20) / rates[way["by"]] / 1e9
-        formula, about = bound(compute, update, way["mode"]), "" if plain and near[0] == tokens else "~"
-        yield [
-            *(section, name, f"{tokens:,}", f"{seconds:.3f}", f"{tokens / seconds:,.0f}", f"{backward:.3f}", f"{100 * way['away']:.0f}"),
-            *(f"{about}{(seconds - compute) / numel * 1e9:.3f}", f"{about}{100 * whole / seconds:.0f}", f"{formula:.3f}"),
-            *(f"{100 * formula / seconds:.0f}", ", ".join(last["memory"]), f"{last['norm']:.2f}", last["micro"]),
-            f"{last['loss']:.3f}" + ", but the first ones differ" * (max(losses) - min(losses) > 1e-3 * max(losses)),
-        ]
-
-
-HEAD = "model|row|tokens|s/step|tokens/s|forward, backward s|% of states away|exposed ns/parameter|% of no offload|formula s|% of formula|"
-HEAD += "peak GiB: host, device, reserved|norm|micro-batch|loss"
-NOTE = """Medians after a warm-up step; bf16, exact, clipped to 1.0 (row backward: 1e6), fp32 master and moments. No offload: plain torch, bf16
-moments, no master; scaled by tokens (~), or of matrices (~) where it has no row. Exposed: beyond its forward and backward. Formula: those, and
-30 bytes of host memory a parameter, or 10 each way over the link (on_device), for states that are away; at rates above, or 600 TFLOP/s, 120
-and 50 GB/s.
-"""
-
-
-def report(found: Found, options: argparse.Namespace) -> str:
-    here = (of(found, "machine") or [{"machine": "not described", "gpu": "no GPU"}])[-1]
-    command = f"Command: `python benchmarks/gpu.py {' '.join(sys.argv[1:])}`"
-    lines = [f"# {here['gpu']}, {datetime.date.today()}", "", here["machine"], "", command, ""]
-    lines += ["**A dry run: tiny sizes. No figure means anything.**", ""] * options.dry_run
-    lines += table("floor|rate", [(one["what"], f"{one['rate']:.3g} {one['unit']}") for one in of(found, "floor")])
-    lines, ends = [*lines, NOTE, *table(HEAD, curve(found))], []
-    for end in of(found, "outcome"):
-        own = {name: end[name] for name in ("section", "name")}
-        said = [one["needs"] for one in of(found, "needs", **own)] + [one["tests"] for one in of(found, "tests", **own)[-1:]]
-        said += [f"{one['phase']} at {one['at']:.1f} s" for one in of(found, "phase", **own) if one["phase"] != "step"]
-        ends.append((f"{end['section']}/{end['name']}", f"{end['took']:.1f}", end["outcome"], "; ".join(said)))
-    return "\n".join([*lines, *table("row|s|outcome|needs and phases", ends)])
-
-
-def child(row: Row, options: argparse.Namespace, log: Path, there: Any) -> None:
-    """Run a row; this process and all that it starts are one group."""
-    code = 1
+def child(row: Row, options: Any, there: Any) -> None:
+    """Work on a row; this process and all that it starts are one group."""
+    outcome = "done"
     try:
         os.setpgid(0, 0)
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where host memory runs out, not the process ends that writes the report
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1), os.dup2(1, 2)
+        Path("/proc/self/oom_score_adj").write_text("1000")  # ends before the one that reports
+        os.dup2(os.open(options.out / "gpu.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+        os.dup2(1, 2)
         if options.dry_run and not torch.cuda.is_available():
             softgpu.install()
             os.environ.update(softgpu.environment())
-        row[-1](lambda **said: there.send(said), options)
+        row.work(row, lambda kind, value: there.send((kind, value)), options)
         softgpu.check()
-        code = 0
     except BaseException as error:
-        there.send({"failed": f"{type(error).__name__}: {error}"[:400]})
+        outcome = f"failed: {type(error).__name__}: {error}"[:400]
         sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+    sys.stdout.flush()
+    there.send(("outcome", outcome))
+    os._exit(0)
 
 
-def follow(row: Row, options: argparse.Namespace, limit: float, log: Path, hear: Callable[[dict[str, Any]], None]) -> str:
-    """Run a row in a process, and hear what it says as it does. Returns how it ended."""
-    (here, there), stop, reason, outcome = FORK.Pipe(False), time.monotonic() + limit, "", f"failed: over its limit of {limit:.0f} s"
-    process = FORK.Process(target=child, args=(row, options, log, there))
+def follow(row: Row, options: Any, limit: float) -> Said:
+    """Work on a row in a process. What it has said, and how it ended."""
+    (here, there), start, said = FORK.Pipe(False), time.monotonic(), defaultdict[str, Any](list)
+    process = FORK.Process(target=child, args=(row, options, there))
     process.start()
     os.setpgid(process.pid, process.pid)
     there.close()
+    outcome = f"failed: over its limit of {limit:.0f} s"
     try:
-        while here.poll(max(0.0, stop - time.monotonic())):
-            hear(said := here.recv())
-            reason = said.get("failed", reason)
+        while not said["outcome"] and here.poll(max(0.0, start + limit - time.monotonic())):
+            kind, fact = here.recv()
+            said[kind].append(fact)
+            print(f"{row.name}  {kind} {fact}"[:200], file=sys.stderr, flush=True)
     except EOFError:
-        outcome = ""
+        outcome = "failed: killed, as where host memory runs out"
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # one that has said all is ending, and its status is known
+        os.killpg(process.pid, signal.SIGKILL)
         process.join()
-    killed = f"{signal.Signals(-process.exitcode).name}, as when host memory runs out" if process.exitcode < 0 else ""
-    return outcome or (f"failed: {killed or reason}" if process.exitcode else "done")
+    said["outcome"] = said["outcome"] or [f"{outcome}; its status is {process.exitcode}"]
+    said["seconds"] = [time.monotonic() - start]
+    return said
+
+
+def bound(compute: float, update: float, mode: Any) -> float:
+    """Seconds of a step by formula: the update runs beside forward, or beside "backward" too."""
+    hidden = {True: compute / 4, "backward": compute}.get(mode, 0.0)
+    return compute + max(0.0, update - hidden)
+
+
+CURVE = "row|tokens|s/step|tokens/s|forward, backward s|% of states away|exposed ns/parameter|"
+CURVE += "% of no offload|formula s|% of formula|peaks GiB|norm|micro-batch|loss"
+NOTE = """
+Medians after a warm-up step; bf16, exact, clipped to 1.0 (backward: 1e6, as a clip would undo it),
+fp32 master and moments. No offload: plain torch, bf16 moments, no master; scaled by tokens, or of
+matrices where it has no row (~). Exposed: beyond its forward and backward. Formula: those and, for
+states that are away, 30 bytes of host memory a parameter, or 10 each way over the link (on_device),
+at rates above, or 600 TFLOP/s, 120 and 50 GB/s. Peaks: of host, of device, and reserved there.
+"""
+
+
+def curve(found: dict[str, Said]) -> Iterator[str]:
+    """Steps over tokens, beside plain torch's and the formula's."""
+    floors = sorted((rate, name) for said in found.values() for name, _, rate, _ in said["floor"])
+    rates = RATES | {name: rate for rate, name in floors}
+    steps = {(name, one["tokens"]): one for name, said in found.items() for one in said["step"]}
+    for (name, tokens), step in steps.items():
+        model, seconds, numel = name.partition("/")[0], step["seconds"], step["numel"]
+        plain = [one for (row, _), one in steps.items() if row == f"{model}/torch"]
+        least = 8 * numel * tokens / rates["matrices"] / 1e12
+        by_matrices = {"tokens": tokens, "seconds": least, "compute": least}
+        near = min(plain, key=lambda one: abs(one["tokens"] - tokens), default=by_matrices)
+        about = "" if near is steps.get((f"{model}/torch", tokens)) else "~"
+        whole, compute = (near[what] * tokens / near["tokens"] for what in ("seconds", "compute"))
+        way, nbytes = ("pinned, both at once", 20) if step["on_device"] else ("host", 30)
+        formula = bound(compute, numel * step["away"] * nbytes / rates[way] / 1e9, step["mode"])
+        firsts = [one["first"] for (row, _), one in steps.items() if row.startswith(f"{model}/")]
+        differ = ", but the first ones differ" * (max(firsts) - min(firsts) > 1e-3 * max(firsts))
+        yield (
+            f"{name}|{tokens:,}|{seconds:.3f}|{tokens / seconds:,.0f}|{step['compute']:.3f}|"
+            f"{100 * step['away']:.0f}|{about}{(seconds - compute) / numel * 1e9:.3f}|"
+            f"{about}{100 * whole / seconds:.0f}|{formula:.3f}|{100 * formula / seconds:.0f}|"
+            f"{step['peaks']}|{step['norm']:.2f}|{step['micro']}|{step['loss']:.3f}{differ}"
+        )
+
+
+def table(titles: str, rows: Iterable[str]) -> list[str]:
+    return [f"|{row}|" for row in (titles, "---" + "|---" * titles.count("|"), *rows)] + [""]
+
+
+def report(found: dict[str, Said], options: Any) -> Path:
+    """Write the machine and its floors, the curve, and how each row ended."""
+    floors, ends, gpu, machine = list[str](), list[str](), "no GPU", "not described"
+    for name, said in found.items():
+        gpu, machine = (said["machine"] or [(gpu, machine)])[-1]
+        floors += [f"{what}|{rate:.3g} {unit}" for _, what, rate, unit in said["floor"]]
+        notes = "; ".join(f"{kind} {said[kind][-1]}" for kind in NOTES if said[kind])
+        cells = [re.sub(r"[|\n]+", " ", one) for one in (said["outcome"][0], notes)]
+        ends.append("|".join([name, f"{sum(said['seconds']):.1f}", *cells]))
+    dry = ["**A dry run: tiny sizes. No figure means anything.**", ""] * options.dry_run
+    command = f"`python benchmarks/gpu.py {' '.join(sys.argv[1:])}`"
+    lines = [f"# {gpu}, {datetime.date.today()}", "", machine, "", command, "", *dry]
+    lines += [*table("floor|rate", floors), NOTE, *table(CURVE, curve(found))]
+    name = re.sub(r"\W+", "-", f"{gpu} {options.sections}".strip()).lower()
+    path: Path = options.out / f"{datetime.date.today()}-gpu-{name}.md"
+    path.write_text("\n".join([*lines, *table("row|s|outcome|needs and phases", ends)]))
+    return path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", default="", help="comma-separated sections, or section/name for one row")
-    parser.add_argument("--minutes", type=float, default=9.5, help="time for everything")
-    parser.add_argument("--out", type=lambda name: Path(name).absolute(), default=RESULTS, help="folder for the report")
-    parser.add_argument("--nvme", type=lambda name: Path(name).absolute(), default=ROOT / "runs" / "nvme", help="folder on the drive to measure")
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, also without a GPU")
-    options, every = parser.parse_args(), rows()
-    wanted, names = set(filter(None, options.sections.split(","))), {f"{section}/{name}" for section, name, *_ in every}
-    if unknown := wanted - names - {section for section, *_ in every}:
-        sys.exit(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
-    chosen = [row for row in every if not wanted or wanted & {row[0], f"{row[0]}/{row[1]}"}]
-    deadline, work = time.monotonic() + 60 * options.minutes, ROOT / "runs" if options.out == RESULTS else options.out
-    for folder in (work, options.out):
-        folder.mkdir(parents=True, exist_ok=True)
-    found: Found = []
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--sections", default="", help="comma-separated sections, or section/name for one row")
+    add("--minutes", type=float, default=9.5, help="time for everything")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the report")
+    add("--nvme", type=Path, default=ROOT / "runs" / "nvme", help="folder on the drive to measure")
+    add("--dry-run", action="store_true", help="tiny sizes, also without a GPU")
+    options = parser.parse_args()
+    words, names = tuple(options.sections.split(",")), [row.name for row in ROWS]
+    if unknown := [word for word in words if not any(name.startswith(word) for name in names)]:
+        sys.exit(f"there is no {', '.join(unknown)}; there are {', '.join(names)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + 60 * options.minutes
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no process stays
+    chosen = [row for row in ROWS if row.name.startswith(words)]
+    found: dict[str, Said] = {row.name: defaultdict(list, outcome=["not run"]) for row in chosen}
     for row in chosen:
-        start = time.monotonic()
-
-        def hear(said: dict[str, Any], row: Row = row) -> None:
-            found.append({"section": row[0], "name": row[1], **said})
-            print(f"{deadline - time.monotonic():5.0f} s left  {row[0]}/{row[1]}  {said}"[:240], file=sys.stderr, flush=True)
-
-        limit = min(row[2], deadline - start)
-        outcome = follow(row, options, limit, work / "gpu.log", hear) if limit > 0 else "not run: time"
-        hear({"outcome": outcome, "took": time.monotonic() - start})
-        gpu = re.sub(r"\W+", "-", f"{next((one['gpu'] for one in of(found, 'gpu')), 'none')} {options.sections}".strip()).lower()
-        path = options.out / f"{datetime.date.today()}-gpu-{gpu}.md"
-        path.write_text(report(found, options))
+        if (limit := min(row.limit, deadline - time.monotonic())) > 0:
+            found[row.name] = follow(row, options, limit)
+        path = report(found, options)
     print(path.read_text(), path)
-    sys.exit(any(one["outcome"].startswith("failed") and (options.dry_run or one["section"] == "tests") for one in of(found, "outcome")))
+    failed = [name for name, said in found.items() if "failed" in str(said["outcome"])]
+    sys.exit(any(options.dry_run or name.startswith("tests") for name in failed))
 
 
 if __name__ == "__main__":

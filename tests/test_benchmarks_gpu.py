@@ -40,59 +40,64 @@ def test_floors_and_steps_are_in_the_report_and_a_row_without_time_says_so(tmp_p
     status, report = dry_run(tmp_path, "--sections", "floors,12/torch,12/on_device,14b/auto")
     assert status == 0 and "A dry run" in report, report
     for words in ("bf16 product", "link, pinned, both at once", "page-lock", "CPU Adam, 1 threads", "drive, read"):
-        assert f"| {words}" in report
-    losses = {one.split("|")[-2] for one in report.splitlines() if one.startswith(("| 12 | torch", "| 12 | on_device", "| 14b | auto | 8 |"))}
+        assert f"|{words}" in report
+    curve, ends = report.split("|row|tokens")[1].split("|row|s|")
+    losses = {one.split("|")[-2] for one in curve.splitlines() if one.startswith(("|12/torch|", "|12/on_device|", "|14b/auto|8|"))}
     assert len({loss[:4] for loss in losses}) == 1 and "differ" not in report, losses
-    assert len([one for one in report.splitlines() if one.startswith("| 14b | auto |")]) == 3
-    assert all(phase in line(report, "| 12/on_device | ") for phase in ("done", "built", "pinned", "touched", "first step"))
+    assert curve.count("|14b/auto|") == 3
+    assert all(phase in line(ends, "|12/on_device|") for phase in ("done", "built", "pinned", "touched", "first step"))
     status, report = dry_run(tmp_path / "later", "--sections", "12/stage2", "--minutes", "0")
-    assert status == 0 and "not run: time" in line(report, "| 12/stage2 | ")
+    assert status == 0 and "not run" in line(report, "|12/stage2|")
+    status, error = dry_run(tmp_path / "unknown", "--sections", "12/stage2,13")
+    assert status == 1 and "there is no 13; there are floors/device, " in error
 
 
 def test_a_failure_a_crash_and_a_row_over_its_limit_are_told(gpu: Any, tmp_path: Path) -> None:
-    options = argparse.Namespace(dry_run=False)
+    options = argparse.Namespace(dry_run=False, out=tmp_path)
 
-    def outcome(work: Any, limit: float = 60.0) -> tuple[str, list[Any]]:
-        heard: list[Any] = []
-        return gpu.follow(("a", "row", limit, work), options, limit, tmp_path / "log", heard.append), heard
+    def said(work: Any, limit: float = 60.0) -> Any:
+        return gpu.follow(gpu.Row("a/row", limit, work), options, limit)
 
-    def fails(say: Any, options: Any) -> None:
-        say(phase="built")
+    def fails(row: Any, say: Any, options: Any) -> None:
+        say("built", "at 0.1 s")
         raise ValueError("no such thing")
 
-    def hangs(say: Any, options: Any) -> None:
-        say(child=subprocess.Popen(["sleep", "600"]).pid)
+    def hangs(row: Any, say: Any, options: Any) -> None:
+        say("child", subprocess.Popen(["sleep", "600"]).pid)
         time.sleep(600)
 
-    told, heard = outcome(fails)
-    assert told == "failed: ValueError: no such thing" and heard[0] == {"phase": "built"}
-    assert "SIGKILL" in outcome(lambda *_: os.kill(os.getpid(), 9))[0]
-    assert outcome(lambda *_: None) == ("done", [])
-    told, heard = outcome(hangs, 2.0)
-    assert told == "failed: over its limit of 2 s"
-    status = Path(f"/proc/{heard[0]['child']}/stat")
+    found = said(fails)
+    assert found["outcome"] == ["failed: ValueError: no such thing"] and found["built"] == ["at 0.1 s"]
+    assert said(lambda *_: os.kill(os.getpid(), 9))["outcome"] == ["failed: killed, as where host memory runs out; its status is -9"]
+    assert said(lambda *_: None)["outcome"] == ["done"]
+    found = said(hangs, 2.0)
+    assert found["outcome"][0].startswith("failed: over its limit of 2 s")
+    status = Path(f"/proc/{found['child'][0]}/stat")
     assert not status.exists() or status.read_text().split()[2] == "Z", "what a row has started ends with it"
 
 
 def test_a_row_that_does_not_fit_is_refused_with_the_sum(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     there = gpu.Machine(gpu_nbytes=int(139.8 * GIB), ram_nbytes=int(125.8 * GIB))
     monkeypatch.setattr(gpu.Machine, "of", lambda *_: there)
-    fits, said = {}, []
-    for section, name, _, work in gpu.rows():
-        if getattr(work, "func", None) is gpu.train:
-            fits[section, name] = gpu.plan(gpu.SIZES[section], work.keywords["counts"][0], gpu.MICRO, work.keywords["zero"])[1:]
-    assert [key for key, (_, does) in fits.items() if not does] == [("14b", "cpu")], fits
-    assert "99.3 of 113.2 GiB of the host" in fits["7b", "cpu"][0], fits
-    work = next(row[-1] for row in gpu.rows() if row[:2] == ("14b", "cpu"))
-    with pytest.raises(MemoryError, match=r"does not fit: .* of 113\.2 GiB of the host"):
-        work(lambda **values: said.append(values), argparse.Namespace(dry_run=False))
-    assert "8,192 tokens need" in said[0]["needs"]
+    monkeypatch.setattr(gpu.clock, "the_gpu", lambda: None)
+    rows = {row.name: row for row in gpu.ROWS if row.work is gpu.train}
+    fits = {name: gpu.plan(gpu.SIZES[name.partition("/")[0]], gpu.MICRO, gpu.MICRO, row.given or {})[1:] for name, row in rows.items()}
+    assert [name for name, (_, does) in fits.items() if not does] == ["14b/cpu"], fits
+    assert "98.8 of 113.2 GiB of the host" in fits["7b/cpu"][0], fits
+    with pytest.raises(MemoryError, match=r"does not fit: for 8,192 tokens .* of 113\.2 GiB of the host"):
+        gpu.train(rows["14b/cpu"], lambda *_: None, argparse.Namespace(dry_run=False))
+
+
+def test_a_row_of_zk_has_ended_within_two_minutes(gpu: Any) -> None:
+    """Even where all rows until then take as long as they may, with fifteen seconds to begin."""
+    names = [row.name for row in gpu.ROWS]
+    assert sum(row.limit for row in gpu.ROWS[: names.index("12/stage2") + 1]) <= 105
 
 
 def test_formulas_give_percentages_of_a_step_by_tokens(gpu: Any) -> None:
     """Of 16 cores at 120 GB/s, and of 50 GB/s each way, beside 600 TFLOP/s."""
     for update, wanted in ((0.25, "44/33/30, 87/53/47, 100/97/78"), (0.2, "55/39/35, 100/60/52, 100/100/81")):
         for tokens, row in zip(gpu.TOKENS, wanted.split(", "), strict=True):
-            compute = 8 * tokens / gpu.LIMITS["matrices"] / 1e3
+            compute = 8 * tokens / gpu.RATES["matrices"] / 1e3
             found = [100 * compute / gpu.bound(compute, update, mode) for mode in ("backward", True, None)]
             assert found == pytest.approx([float(one) for one in row.split("/")], abs=1.0), (tokens, update)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from zk.memory import empty
+from zk.memory import aligned, empty
 from zk.offload.tiers import CudaLink, link_to
 
 from .clock import CPU, Case, Report, copy_gbps, the_gpu
@@ -45,6 +47,19 @@ def _cases(link: CudaLink, device: torch.device, numel: int) -> Iterator[Case]:
             raise RuntimeError(f"what was copied {name} ({kind}) is not its source")
         amount = len(directions) * up.nbytes / 1e9
         yield Case(f"{kind}, {name}", functools.partial(copy, kind, directions), {"gbps": amount})
+
+
+def page_lock(nbytes: int, threads: int) -> tuple[float, float, str]:
+    """Seconds in which threads touch new memory, and those to page-lock it; or if that is refused."""
+    link: Any = link_to(the_gpu())
+    memory, start = aligned(nbytes), time.perf_counter()
+    torch.set_num_threads(max(1, threads))
+    memory[: nbytes * bool(threads)].fill_(1)
+    touched = time.perf_counter()
+    link.pin(memory)
+    locked = time.perf_counter()
+    link.unpin(memory)
+    return touched - start, locked - touched, ": refused" * bool(link.refuses)
 
 
 def measure(nbytes: int = 1 << 28, rounds: int = 9, device: torch.device | None = None) -> Report:
