@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # programs that tests start find zk compiled
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-host test-device coverage mutate soak bench bench-peers bench-nvme bench-tiled bench-plan gpu lint site clean
+.PHONY: train test test-host test-device coverage mutate soak simulate bench bench-peers bench-nvme bench-tiled bench-plan gpu lint site clean
 
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
@@ -43,6 +43,10 @@ mutate: $(READY)
 soak: $(READY)
 	$(BIN)/python -m tests.soak $(ARGS)
 	$(BIN)/python -m tests.soak --ranks 2 $(ARGS)
+
+# ten thousand jobs from seeds, with faults of drives, ranks and checkpoints, against plain PyTorch
+simulate: $(READY)
+	$(BIN)/python -m tests.simulate --seeds 10000 $(ARGS)
 
 # the table and the picture are made also where a benchmark failed; what failed is named, and make ends with its status
 bench: $(READY)
