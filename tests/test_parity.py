@@ -74,7 +74,8 @@ TWO = [
     Case(stage=1, dtype="bf16", model="sometimes", optimizer="NAdam"),
     Case(stage=2, dtype="bf16", model="experts_checkpointed"),
     Case(stage=3, dtype="bf16", accumulation=3, no_sync=True),
-    Case(stage=3, dtype="bf16", model="checkpointed_reentrant", prefetch=3),
+    *(Case(stage=stage, dtype="bf16", model="checkpointed_reentrant", accumulation=3, no_sync=True) for stage in (2, 3)),
+    Case(stage=1, dtype="fp16", model="checkpointed_reentrant"),
     Case(stage=3, dtype="bf16", optimizer="SGD", clip=None),
     *OVERLAPPED,
 ]

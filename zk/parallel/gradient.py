@@ -120,6 +120,7 @@ class Gradient:
     def reduce(self, dtype: torch.dtype | None) -> None:
         """Reduce what is collected over ranks, which agree on a ``dtype``; take this rank's shard."""
         unit, comm, sharers = self.unit, self.layout.comm, self.layout.sharers
+        self.settle()  # a rank may have noted factors that others have not
         bucket, self.local = self.local, None
         if bucket is None:  # other ranks have some
             bucket = empty(unit.numel, unit.dtype, unit.device).zero_()

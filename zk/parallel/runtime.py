@@ -134,7 +134,7 @@ class Runtime:
         if in_backward():  # a checkpoint computes again
             return
         if not self.depth:
-            self.thread = get_ident()
+            self.thread, self.ending = get_ident(), -1
             self.kept = self.following.get((None, True))
             check_call(self.model)
             for store in self.stores:
@@ -283,13 +283,13 @@ class Runtime:
     # ---- backward --------------------------------------------------------------------------------
 
     def queue_end(self) -> None:
-        current = torch._C._current_graph_task_id()
-        if self.ending != current:
-            if self.ending != -1 and self.descending != get_ident():
-                raise RuntimeError("two threads run backward() at once: let one follow the other")
-            self.ending, self.descending = current, get_ident()
+        """Have the end of a backward pass told; a checkpoint's own, within another, has none."""
+        if self.ending == -1:
+            self.ending, self.descending = torch._C._current_graph_task_id(), get_ident()
             self.makes_graph, self.kept = False, None
             torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
+        elif self.descending != get_ident():
+            raise RuntimeError("two threads run backward() at once: let one follow the other")
 
     def on_grad(self, store: UnitStore) -> None:
         """A parameter's gradient is whole. With its last one a unit is released and reduced."""
