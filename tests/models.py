@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from zk.offload.drive import Drive
+from zk.offload.tiers import Tier
 
 VOCAB, WIDTH, LENGTH = 19, 24, 7
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where models of tests compute
@@ -129,3 +135,10 @@ def train(model: nn.Module, optimizer: Any, steps: int = 1, start: int = 0) -> l
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+@contextlib.contextmanager
+def small_chunks(numel: int = 2048) -> Iterator[None]:
+    """Chunks of states have at most ``numel`` elements, on every tier."""
+    with mock.patch.object(Tier, "chunk_numel", numel), mock.patch.object(Drive, "chunk_numel", numel):
+        yield

@@ -20,9 +20,8 @@ import zk
 from tests import softgpu
 from tests.adversary import adversarial_drive
 from tests.cpu_adam import CPUAdam
-from tests.models import GPT, batch, loss_of, unlike_the_first
+from tests.models import GPT, batch, loss_of, small_chunks, unlike_the_first
 from tests.plain import train_plain
-from zk import store
 from zk.offload.cpu_adam import default_engine
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -195,7 +194,7 @@ def drive(case: Case) -> Iterator[dict[str, object]]:
 
 
 def _run(case: Case, engine: str) -> str:
-    with drive(case) as options, mock.patch.object(store, "CHUNK_NUMEL", 2048):
+    with drive(case) as options, small_chunks():
         copies, pinned = softgpu.stats["copies"], softgpu.pinned_nbytes() if softgpu.installed() else 0
         with mock.patch.dict(os.environ, {"ZK_CPU_ADAM": engine}):
             default_engine.cache_clear()

@@ -428,7 +428,8 @@ def simulated() -> Iterator[None]:
     jobs = SimpleNamespace(SimpleQueue=lambda: LateQueue(ME.fate.run.job.seed) if ME.late else queue.SimpleQueue())
     with contextlib.ExitStack() as stack:
         for where, name, value in (
-            *((comm, "dist", DISTRIBUTED), (comm, "_all_gather", all_gather), (store, "CHUNK_NUMEL", 2048), (save, "PIECE_NUMEL", 1000)),
+            *((comm, "dist", DISTRIBUTED), (comm, "_all_gather", all_gather), (save, "PIECE_NUMEL", 1000)),
+            *((tier, "chunk_numel", 2048) for tier in (tiers.Tier, drive.Drive)),
             *((contents, "random_state", lambda device: RANDOM), (contents, "restore_random", nothing), (file.File, "read_async", poisoned)),
             *((file, "SYSTEM", system), (file, "queue", jobs), (file, "BLOCK_NBYTES", 2 * file.ALIGN), (file, "THREADS", 2)),
             *((files, "ThreadPoolExecutor", Pool), (save, "ThreadPoolExecutor", Pool)),

@@ -6,7 +6,6 @@ import random
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,9 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.core.test_checkpoint import EXACT, SETTINGS, Made, differ, make, overtaken, snapshot, train
-from tests.models import batch, loss_of
+from tests.models import batch, loss_of, small_chunks
 from tests.world import run_world
-from zk import store
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SETTINGS |= {"3-auto": {"stage": 3, "optimizer_tier": "auto", "device_budget": 40_000}}
@@ -33,7 +31,7 @@ def noisy(setting: str, folder: Path, **options: Any) -> Made:
 
 @pytest.mark.parametrize(("setting", "other"), (("2-host", "3-auto"), ("3-auto", "1-device"), ("3-nvme", "0-host"), ("3-host", "3-nvme")))
 def test_training_goes_on_as_if_it_had_not_stopped(setting: str, other: str, tmp_path: Path) -> None:
-    with mock.patch.object(store, "CHUNK_NUMEL", 2048):
+    with small_chunks():
         run = noisy(setting, tmp_path)
         train(*run, 0, 2)
         run[1].save_checkpoint(tmp_path / "saved", scheduler=run[2])
@@ -51,7 +49,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(setting: str, other: str, tmp
 
 @pytest.mark.parametrize(("setting", "room"), (("0-host", 0), ("1-device", 60_000), ("3-auto", 0), ("3-nvme", 1 << 30)))
 def test_a_save_beside_training_is_the_state_when_it_was_asked_for(setting: str, room: int, tmp_path: Path) -> None:
-    with mock.patch.object(store, "CHUNK_NUMEL", 2048):
+    with small_chunks():
         run = noisy(setting, tmp_path)
         train(*run, 0, 2)
         want = snapshot(*run[:2])

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zk import store
 from zk.config import ZeroConfig
 from zk.logs import require
 from zk.memory import host_memory
@@ -174,7 +173,7 @@ class Placement:
         moves = self.tiers[0] in ("nvme", "auto")
         params, grads, states = {0}, {0}, {0}
         for size in self.sizes:
-            chunk = min(self.shard(size), store.CHUNK_NUMEL, Drive.chunk_numel) * size.is_trained
+            chunk = min(self.shard(size), Drive.chunk_numel) * size.is_trained
             params.add(self.shard(size) * size.param * moves)
             grads.add(chunk * 4)
             states.add(chunk * (size.master + size.moments))

@@ -27,7 +27,6 @@ from zk.unit import Unit
 if TYPE_CHECKING:
     from zk.optimizer import Layout
 
-CHUNK_NUMEL = 1 << 25  # elements that are fetched, updated and evicted at once
 Shown = tuple[Tensor | None, list[Tensor], list[Any]]  # full parameters, views, places of these
 version_of = attrgetter("_version")
 
@@ -90,7 +89,7 @@ class UnitStore:
         is_part = self.is_partitioned and layout.sharers.size > 1
         self.param.put("param", full[mine].clone() if is_part else full[mine])
         tier = layout.tier_of(unit, "state") if unit.is_trained else None
-        step = min(CHUNK_NUMEL, tier.chunk_numel if tier else numel)
+        step = tier.chunk_numel if tier else numel
         self.bounds = [slice(at, min(at + step, numel)) for at in range(0, numel, step)]
         self.stateless = [Chunk({}, 0, self.param.device)] * len(self.bounds)
         self.states, grads = self.stateless, list[Chunk]()

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,16 +17,15 @@ from torch.utils.checkpoint import checkpoint
 
 import zk
 from tests.addons.common import faults_of_ranks, same
-from tests.models import DEVICE, GPT, batch, loss_of
+from tests.models import DEVICE, GPT, batch, loss_of, small_chunks
 from tests.parity import Case, drive, states_of
-from zk import store
 
 device = pytest.mark.device
 
 
 @pytest.fixture(autouse=True)
 def small() -> Iterator[None]:
-    with mock.patch.object(store, "CHUNK_NUMEL", 2048):
+    with small_chunks():
         yield
 
 
@@ -193,7 +191,7 @@ def of_rank(case: tuple[str, int]) -> str:
     """A rank with another number of micro-batches, which a usual loop within no_sync() takes too."""
     way, stage = case
     options = WAYS[way] | {"count": WAYS[way].get("count", 2) + dist.get_rank(), "stage": stage}
-    with mock.patch.object(store, "CHUNK_NUMEL", 2048):
+    with small_chunks():
         got, want = trained(True, **options), trained(False, **options | {"stage": min(stage, 2)})  # at stage 3 ranks would gather other units
     return "" if same(got, want) else f"{got[0]} instead of {want[0]}"
 

@@ -15,10 +15,9 @@ from tests import softgpu
 from tests.addons.common import FOLDER, HOW, PROGRAMS, backward, faults_of_ranks, told
 from tests.addons.test_whole import KINDS
 from tests.core.test_ranks import train
-from tests.models import DEVICE
+from tests.models import DEVICE, small_chunks
 from tests.parity import Case, halved, place, run_case, unlike
 from tests.world import call
-from zk import store
 from zk.addons import backward as module
 from zk.addons.backward import Backward
 from zk.precision import DynamicLossScale
@@ -65,7 +64,7 @@ def differing(what: str, waits: bool = True, **options: Any) -> tuple[list[int],
         taken.extend([store] * (number == 0))
         take(self, store, number, *given)
 
-    count, chunks = mock.patch.object(Backward, "take", counted), mock.patch.object(store, "CHUNK_NUMEL", 2048)
+    count, chunks = mock.patch.object(Backward, "take", counted), small_chunks()
     with count, chunks, mock.patch.dict(HOW, waits=waits):
         return unlike(PROGRAMS[what], STEPS, {"overlap_step": "backward"}, **options), len(taken)
 
@@ -139,7 +138,7 @@ def test_an_error_in_the_thread_leaves_the_update_to_step(tmp_path: Path) -> Non
         assert differing("read gradients", **place("3 nvme", tmp_path)) == ([], 0)
 
 
-@mock.patch.object(store, "CHUNK_NUMEL", 2048)
+@small_chunks()
 @pytest.mark.parametrize("name", ["2 host", "3 nvme"])
 def test_an_error_while_shadows_are_taken_is_a_step_that_failed_half_way(name: str, tmp_path: Path) -> None:
     model, optimizer = halved(overlap_step="backward", **place(name, tmp_path))

@@ -17,9 +17,8 @@ from torch import nn
 
 import zk
 from tests.addons.common import faults_of_ranks, told
-from tests.models import DEVICE, GPT, batch, loss_of, step
+from tests.models import DEVICE, GPT, batch, loss_of, small_chunks, step
 from tests.parity import place, trained
-from zk import store
 from zk.addons import parked
 
 pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
@@ -28,7 +27,7 @@ Park = Callable[[zk.ZeroOptimizer, Any, str], None]
 
 @pytest.fixture(autouse=True)
 def small() -> Iterator[None]:
-    with mock.patch.object(store, "CHUNK_NUMEL", 2048):
+    with small_chunks():
         yield
 
 
@@ -56,7 +55,7 @@ def program(park: Park | None, no_sync: bool, model: GPT, optimizer: zk.ZeroOpti
 
 def differing(park: Park, name: str, no_sync: bool = False, **options: Any) -> list[int]:
     """What is trained otherwise than without parking, by number."""
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(store, "CHUNK_NUMEL", 2048):
+    with tempfile.TemporaryDirectory() as folder, small_chunks():
         if options.get("dtype") == "fp16":  # the first step overflows
             options["loss_scale"] = zk.DynamicLossScale(init=2.0**24, factor=2.0**10, hysteresis=1)
         found = [trained(partial(program, one, no_sync), 1, **place(name, Path(folder)), **options) for one in (None, park)]

@@ -3,7 +3,6 @@
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -11,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zk
+from tests.models import small_chunks
 from tests.parity import place
 from tests.world import run_world
-from zk import store
 from zk.addons.quantized import PACKS
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -101,7 +100,7 @@ def differences(case: Case) -> list[Any]:
     plain, model = adapted(case), adapted(case, case.seed * rank)
     for module in filter(lambda module: hasattr(module, PACKS), model.modules()):
         setattr(module, PACKS, True)  # also on CPUs that cannot
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(store, "CHUNK_NUMEL", 2048):
+    with tempfile.TemporaryDirectory() as folder, small_chunks():
         other: Any = adamw(plain) if case.dtype is None else wrapped(Case(stage=0, tier="device", dtype=case.dtype), plain)
         want = [*train(plain, other), *train(plain, other, 2, 3)]
         optimizer = wrapped(case, model, folder)

@@ -15,9 +15,9 @@ from torch import nn
 import zk
 from tests import softgpu
 from tests.addons.common import FOLDER, PROGRAMS, faults_of_ranks, told
-from tests.models import DEVICE, train
+from tests.models import DEVICE, small_chunks, train
 from tests.parity import halved, place, unlike
-from zk import memory, store
+from zk import memory
 from zk.addons import update_on as module
 from zk.addons.update_on import UpdateOn
 from zk.kernels import reference
@@ -37,7 +37,7 @@ def small() -> Iterator[None]:
         send(self, *given)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(store, "CHUNK_NUMEL", 2048))
+        stack.enter_context(small_chunks())
         stack.enter_context(mock.patch.object(UpdateOn, "send", counted))
         if softgpu.installed():
             stack.enter_context(mock.patch("zk.kernels.adam_kernel.launch", reference.adam))

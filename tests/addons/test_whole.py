@@ -3,7 +3,6 @@
 import copy
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor, nn
 
 import zk
 from tests.addons.common import faults_of_ranks
-from tests.models import GPT, step, train
+from tests.models import GPT, small_chunks, step, train
 from tests.parity import Case, Lion, run_case_with
-from zk import store
 
 pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
 
@@ -128,7 +126,7 @@ def wrapped(variant: str = "sometimes", **options: Any) -> tuple[nn.Module, list
     model = GPT(variant)
     model.head.weight.data = model.head.weight.data.t().contiguous().t()
     inners = several(list(model.parameters()))
-    with mock.patch.object(store, "CHUNK_NUMEL", 1000):
+    with small_chunks(1000):
         return model, inners, zk.ZeroOptimizer(model, inners, **options)
 
 

@@ -23,14 +23,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import zk
-from tests.models import DEVICE, GPT, batch, loss_of
+from tests.models import DEVICE, GPT, batch, loss_of, small_chunks
 from tests.programs import run
 from tests.soak import soak
 from tests.world import run_world
-from zk import CheckpointError, store
+from zk import CheckpointError
 from zk.checkpoint import files, save
 from zk.checkpoint.export import export
+from zk.offload.drive import Drive
 from zk.offload.rules import AdamRule
+from zk.offload.tiers import Tier
 
 pytestmark = pytest.mark.usefixtures("one_thread", "torch_engine")
 
@@ -108,7 +110,8 @@ def there(folder: Path) -> list[str]:
 def test_quick_another_stage_and_tier_goes_on_bit_for_bit(
     saved_as: str, loaded_as: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "CHUNK_NUMEL", 2048)
+    for tier in (Tier, Drive):
+        monkeypatch.setattr(tier, "chunk_numel", 2048)
     run = make(saved_as, tmp_path)
     train(*run, 0, 3)
     folder = run[1].save_checkpoint(tmp_path / "saved", scheduler=run[2], extra={"epoch": 3, 7: (1, 2)})
@@ -212,7 +215,7 @@ def run_chain(case: tuple[str, str, int, int]) -> tuple[list[str], list[float]]:
     """Load (unless it is the first link), compare with what was saved, train, save: on every rank."""
     setting, folder, start, stop = case
     root = Path(folder)
-    with tempfile.TemporaryDirectory() as drive, mock.patch.object(store, "CHUNK_NUMEL", 2048):
+    with tempfile.TemporaryDirectory() as drive, small_chunks():
         run = make(setting, Path(drive), **EXACT)
         found: list[str] = []
         if start:
@@ -266,7 +269,7 @@ def failing(owner: Any, name: str, at: int, error: BaseException) -> Any:
 def run_failures(folder: str) -> dict[str, str]:
     """What each rank says of faults of one of them, after each of which all go on together."""
     root, rank, broken = Path(folder), dist.get_rank(), OSError(5, "the drive of the second rank")
-    with mock.patch.object(store, "CHUNK_NUMEL", 2048):
+    with small_chunks():
         run = make("3-nvme", root, **EXACT)
         train(*run, 0, 1)
         run[1].save_checkpoint(root / "good", scheduler=run[2])
@@ -343,7 +346,7 @@ def overtaken(room: int) -> Iterator[None]:
 
 @pytest.mark.parametrize(("setting", "room"), (("0-host", 0), ("3-host", 60_000), ("3-nvme", 0), ("3-nvme", 1 << 30)))
 def test_a_save_beside_training_is_the_state_when_it_was_asked_for(setting: str, room: int, tmp_path: Path) -> None:
-    with mock.patch.object(store, "CHUNK_NUMEL", 2048):
+    with small_chunks():
         run = make(setting, tmp_path)
         train(*run, 0, 3)
         run[1].save_checkpoint(tmp_path / "before", scheduler=run[2])

@@ -21,11 +21,11 @@ import zk
 from tests.core.test_files import Faults, System
 from tests.models import DEVICE
 from tests.programs import run
-from zk import memory, store
+from zk import memory
 from zk.offload import file as file_module
 from zk.offload.drive import Drive, FileChunk
 from zk.offload.file import File
-from zk.offload.tiers import CPU
+from zk.offload.tiers import CPU, Tier
 
 pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
 
@@ -60,7 +60,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "CHUNK_NUMEL", 2048)
+    for tier in (Tier, Drive):
+        monkeypatch.setattr(tier, "chunk_numel", 2048)
 
 
 class Blocks(nn.Module):

@@ -1,8 +1,8 @@
-"""``announce=True``: ranks compare what each is about to do before every collective.
+"""``announce=True``: before a collective, ranks compare operation, unit, number and kind of elements.
 
-One that goes another way is an error on all, with the words of each. Without it the transport fails,
-or waits until the group's timeout. Announced are the operation, the unit, and the number and kind of
-elements; parts and other groups announce nothing. Uses of the core: the seam ``comm``, the collectives of Comm.
+"learned": only before one that was not at this place in the pass before. Without it, ranks that go
+different ways fail in the transport, or wait until the group's timeout; so do, with "learned", ranks
+that stay in the known order. Uses of the core: the seam ``comm``, the collectives of Comm.
 """
 
 from functools import partial
@@ -12,13 +12,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zk.addon import Addon
+from zk.addons.compared import agree
 from zk.logs import require
 from zk.parallel.comm import Comm, host_group
 
+RULE = "blocks that ranks call, and step(), state_dict(), zk.gather() and reads of param.grad,"
+
 
 class Announced(Addon):
-    def __init__(self, value: bool) -> None:
-        require(value is True, f"announce must be True or False; got {value!r}")
+    done: Any = ()  # collectives of this pass
+    known: Any = iter(done)  # what comes next in the pass before, which ranks have compared
+
+    def __init__(self, value: Any) -> None:
+        require(value in (True, "learned"), f"announce must be True or 'learned'; got {value!r}")
+        self.learns = value == "learned"
 
     def comm(self, comm: Comm) -> Comm:
         if comm.size > 1:
@@ -28,16 +35,12 @@ class Announced(Addon):
         return comm
 
     def run(self, name: str, plain: Any, about: str, value: Any, *given: Any) -> Any:
-        """A collective, after an exchange of words; RuntimeError on all ranks where they differ."""
+        """A collective, after ranks have compared; ValueError on all where they differ."""
         what = f"{value.numel()} {value.dtype}" if isinstance(value, Tensor) else "values"
-        what = f"{len(value)} numbers" if name == "rows" else what
         text = f"{name} of {about!r}, {what}"
-        said = self.own.words(text, text)
-        each = "; ".join(f"rank {rank}: {words}" for rank, words in enumerate(said))
-        require(
-            len({*said}) == 1,
-            f"ranks went different ways: {each}; all ranks of stage 3 call the same blocks, and all "
-            "call step(), state_dict(), zk.gather() and reads of param.grad together",
-            RuntimeError,
-        )
+        if next(self.known, "") != text:
+            agree(self.own, RULE, {"the next one": text})
+        self.done += (text,) * self.learns
+        if about == "gradients":  # the last one of a backward pass that all ranks have
+            self.known, self.done = iter(self.done), ()
         return plain(about, value, *given)

@@ -29,8 +29,9 @@ class Compared(Addon):
         for name, param in model.named_parameters():
             strides = f", strides {param.stride()}" * (not param.is_contiguous())
             frozen = ", frozen" * (not param.requires_grad)
-            said = f"{tuple(param.shape)} of {param.dtype}{strides}{frozen}"
-            values[f"parameter {name!r}"] = said
+            values[f"parameter {name!r}"] = (
+                f"{tuple(param.shape)} of {param.dtype}{strides}{frozen}"
+            )
         self.values = {name: str(readable(value)) for name, value in values.items()}
 
     def comm(self, comm: Any) -> Any:
@@ -38,12 +39,11 @@ class Compared(Addon):
         return comm
 
 
-def agree(comm: Any, about: str, mine: dict[str, Any]) -> None:
+def agree(comm: Any, about: str, mine: dict[Any, Any]) -> None:
     """ValueError on all ranks where one has another value, by its name: who has what."""
     if len({*comm.words(about, zlib.crc32(repr(sorted(mine.items())).encode()))}) > 1:
-        said = comm.words(about, mine)
-        first, rank = said[0], next(rank for rank, each in enumerate(said) if each != said[0])
-        other = said[rank]
+        first, *_ = said = comm.words(about, mine)
+        rank, other = next(pair for pair in enumerate(said) if pair[1] != first)
         name = next(name for name in first | other if first.get(name) != other.get(name))
         raise ValueError(
             f"{about} must be the same on all ranks: {name} is {first.get(name, 'nothing')} on rank 0 "

@@ -1,14 +1,14 @@
 """``shard_group=``: a few ranks, such as a node's, share states; other groups hold replicas.
 
 Parameters are gathered within the group, whose links are fast; a rank then holds a larger share.
-Gradients are the mean of all ranks, with the bits of training without groups. A checkpoint is the
-same as well: each rank writes what it reduces. Hybrid sharding: PyTorch FSDP, arXiv 2304.11277.
-
+Gradients are reduced within it, and then over groups: fp32 means of groups cross the slow links.
+Each rank writes what it reduces into a checkpoint. Hybrid sharding: PyTorch FSDP, arXiv 2304.11277.
 Uses of the core: the seams ``check`` and ``comm``; Comm, of which ``sharers`` differ from all ranks.
 """
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,31 +19,28 @@ from zk.parallel.comm import Comm
 
 
 class HybridComm(Comm):
-    """All ranks. Reduced is a part of this rank's shard, and ``all_gather`` makes it whole.
-
-    Ranks are numbered by their shard, so that a rank's part of a buffer is within its shard.
-    """
+    """All ranks, numbered by their shard: each reduces a part of it, and ``all_gather`` makes it whole."""
 
     def __init__(self, comm: Comm, group: dist.ProcessGroup) -> None:
         super().__init__(comm.group)
         said = comm.words("shard_group", dist.get_process_group_ranks(group))
         members = dist.get_process_group_ranks(comm.group or dist.group.WORLD)
-        groups = {tuple(ranks) for ranks in said}
+        groups = {*map(tuple, said)}
         self.sharers, size = Comm(group), len(said[0])
         require(
             size > 1 and sorted(sum(groups, ())) == members and {*map(len, groups)} == {size},
             "shard_group must be one of several groups of process_group= that have no rank in "
             f"common, at least two each, and equally many; ranks gave {sorted(groups)}",
         )
-        places = [ranks.index(own) for ranks, own in zip(said, members, strict=True)]
-        numbered = sorted(range(self.size), key=lambda rank: (places[rank], rank))
+        places = [*map(list.index, said, members)]  # within their groups
+        numbered = sorted(range(self.size), key=places.__getitem__)
         alike = [members[rank] for rank in numbered if places[rank] == self.sharers.rank]
         self.replicas = Comm(dist.new_group(alike, use_local_synchronization=True))
-        self.parts = [*map(numbered.index, range(self.size))]  # that each rank reduces
-        self.rank = self.parts[self.rank]
+        self.rank = numbered.index(self.rank)
 
-    def reduce_scatter(self, about: str, bucket: Tensor) -> Tensor:
-        return super().reduce_scatter(about, bucket.view(self.size, -1)[self.parts].flatten())
+    def reduce_scatter(self, about: str, bucket: Tensor, dtype: Any = torch.float32) -> Tensor:
+        part = self.sharers.reduce_scatter(about, bucket, dtype)
+        return self.replicas.reduce_scatter(about, part, bucket.dtype)
 
     def all_gather(self, about: str, shard: Tensor, full: Any = None) -> Any:
         return self.replicas.all_gather(about, shard, full)

@@ -39,8 +39,8 @@ def connect() -> None:
         made: Any = dist
         store = made.TCPStore(*where, started, is_master=False)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        place["store"] = made.PrefixStore(f"zk/attempt/{attempt}", store)
-        place |= {"rank": int(os.environ["RANK"]), "world_size": started}
+        store = made.PrefixStore(f"zk/attempt/{attempt}", store)
+        place = {"store": store, "rank": int(os.environ["RANK"]), "world_size": started}
     dist.init_process_group(timeout=TIMEOUT, **place)  # gloo in host memory, NCCL on devices
 
 
@@ -75,17 +75,19 @@ class Comm:
             works = [dist.broadcast(p, group=group, group_src=r, async_op=True) for r, p in pairs]
         return full, Collective(self, about, works)
 
-    def reduce_scatter(self, about: str, bucket: Tensor) -> Tensor:
-        """This rank's part (n,) of the mean of all ranks' ``bucket`` (size * n,), in its dtype.
+    def reduce_scatter(
+        self, about: str, bucket: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """This rank's part (n,) of the mean of all ranks' ``bucket`` (size * n,), in ``dtype`` or its.
 
         Summed in fp32 in the order of ranks and rounded once: the bits depend on nothing else.
         """
         if self.size == 1:
-            return bucket
+            return bucket.to(dtype or bucket.dtype)
         rows = empty(bucket.numel(), bucket.dtype, bucket.device)
         with self.named("reduce_scatter", about):
             dist.all_to_all_single(rows, bucket, group=self.group_for(bucket))
-        shard = empty(bucket.numel() // self.size, bucket.dtype, bucket.device)
+        shard = empty(bucket.numel() // self.size, dtype or bucket.dtype, bucket.device)
         reference.unchecked("reduce", bucket.device)(rows.view(self.size, -1), shard)
         return shard
 
@@ -144,12 +146,11 @@ class Comm:
         except Exception as error:
             failed, kind = error, next(kind for kind in KINDS if isinstance(error, kind))
             words = kind, f"{type(error).__name__}: {error}"
-        said = enumerate(self.words(about, words))
-        errors = {rank: words for rank, words in said if words is not None}
+        said = [(rank, *words) for rank, words in enumerate(self.words(about, words)) if words]
         if failed is not None:
             raise failed
-        for kind, _ in errors.values():
-            reasons = "; ".join(f"on rank {rank}, {text}" for rank, (_, text) in errors.items())
+        for _, kind, _ in said:
+            reasons = "; ".join(f"on rank {rank}, {text}" for rank, _, text in said)
             raise kind(f"{about} failed elsewhere: {reasons}")
 
 
