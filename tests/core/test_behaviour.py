@@ -278,6 +278,21 @@ def test_two_ranks_too() -> None:
     assert run_world(2, call, RANKS) == [[None, None]] * len(RANKS)
 
 
+def test_a_backward_pass_after_one_that_failed_ends_without_a_new_forward() -> None:
+    torch.manual_seed(0)
+    model = GPT()
+    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=3, optimizer_tier="host", param_tier="host")
+    fails, later = (loss_of(model, batch(step)) for step in (0, 1))
+    hook = model.blocks[1].up.weight.register_hook(operator.truediv)  # TypeError, as it has one argument
+    with pytest.raises(TypeError):
+        fails.backward()
+    hook.remove()
+    optimizer.zero_grad()
+    later.backward()
+    assert all(param.isnan().all() for param in model.blocks.parameters()), "units are still gathered"
+    optimizer.step()
+
+
 def test_a_second_thread_is_refused_at_stage_3() -> None:
     (model, optimizer), _ = both(stage=3)
     inside, done, said = threading.Event(), threading.Event(), []
