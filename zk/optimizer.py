@@ -315,7 +315,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; ``set_to_none=False``: make zeros of those that are there."""
-        self._runtime.ending = -1  # a backward pass that has failed is over
+        self._runtime.descending = 0  # a backward pass that has failed is over
         for store in self._trained:
             if store.updating is None:  # an update in flight has taken it
                 store.grad.drop()

@@ -30,9 +30,7 @@ from tests.world import run_world
 from zk import CheckpointError
 from zk.checkpoint import files, save
 from zk.checkpoint.export import export
-from zk.offload.drive import Drive
 from zk.offload.rules import AdamRule
-from zk.offload.tiers import Tier
 
 pytestmark = pytest.mark.usefixtures("one_thread", "torch_engine")
 
@@ -107,11 +105,8 @@ def there(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("saved_as", "loaded_as"), (("3-nvme", "0-host"), ("0-host", "3-nvme"), ("1-device", "2-host")))
-def test_quick_another_stage_and_tier_goes_on_bit_for_bit(
-    saved_as: str, loaded_as: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for tier in (Tier, Drive):
-        monkeypatch.setattr(tier, "chunk_numel", 2048)
+@small_chunks()
+def test_quick_another_stage_and_tier_goes_on_bit_for_bit(saved_as: str, loaded_as: str, tmp_path: Path) -> None:
     run = make(saved_as, tmp_path)
     train(*run, 0, 3)
     folder = run[1].save_checkpoint(tmp_path / "saved", scheduler=run[2], extra={"epoch": 3, 7: (1, 2)})

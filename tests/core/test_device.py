@@ -18,13 +18,12 @@ from torch import Tensor
 import zk
 from tests import softgpu
 from tests.core.test_tiers import walk
-from tests.models import DEVICE, GPT, batch, loss_of, train
+from tests.models import DEVICE, GPT, batch, loss_of, small_chunks, train
 from tests.parity import Case, run_case
 from tests.world import run_world
 from zk import memory
 from zk.kernels import reference
 from zk.offload import tiers as link_module
-from zk.offload.drive import Drive
 from zk.offload.tiers import CPU, CudaLink, HostChunk, Tier, link_to
 
 if not softgpu.installed():
@@ -74,9 +73,8 @@ def test_ranks_with_devices_train_as_plain_torch() -> None:
 
 
 @pytest.mark.parametrize("seed", (0, 2))
-def test_any_order_of_what_a_user_does_gives_the_same_bits(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for tier in (Tier, Drive):
-        monkeypatch.setattr(tier, "chunk_numel", 2048)
+@small_chunks()
+def test_any_order_of_what_a_user_does_gives_the_same_bits(seed: int, tmp_path: Path) -> None:
     want = walk(seed, "device", tmp_path, overlap_step=False)
     ways = {"tier": "host"}, {"tier": "host", "param_tier": "device"}, {"tier": "nvme"}, {"tier": "host", "optimizer_tier": "device"}
     for options in ways[seed // 2 :: 2]:

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 import zk
 from tests.core.test_files import Faults, System
-from tests.models import DEVICE
+from tests.models import DEVICE, small_chunks
 from tests.programs import run
 from zk import memory
 from zk.offload import file as file_module
 from zk.offload.drive import Drive, FileChunk
 from zk.offload.file import File
-from zk.offload.tiers import CPU, Tier
+from zk.offload.tiers import CPU
 
 pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
 
@@ -59,9 +59,9 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for tier in (Tier, Drive):
-        monkeypatch.setattr(tier, "chunk_numel", 2048)
+def small() -> Iterator[None]:
+    with small_chunks():
+        yield
 
 
 class Blocks(nn.Module):

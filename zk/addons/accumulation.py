@@ -85,7 +85,7 @@ class Lane:
         self.block: Any = self  # that it is about to call; None: it has ended
         # what the runtime knows of the call, and of the backward, in this thread
         self.runtime = {"depth": 0, "thread": 0, "saving": contextlib.nullcontext()}
-        self.runtime |= {"around": (keep, kept), "ending": -1, "descending": 0}
+        self.runtime |= {"around": (keep, kept), "descending": 0}
         context = contextvars.copy_context()
         Thread(target=context.run, args=(self.run, compute), daemon=True).start()
 

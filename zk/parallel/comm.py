@@ -82,12 +82,13 @@ class Comm:
 
         Summed in fp32 in the order of ranks and rounded once: the bits depend on nothing else.
         """
+        dtype = dtype or bucket.dtype
         if self.size == 1:
-            return bucket.to(dtype or bucket.dtype)
+            return bucket.to(dtype)
         rows = empty(bucket.numel(), bucket.dtype, bucket.device)
         with self.named("reduce_scatter", about):
             dist.all_to_all_single(rows, bucket, group=self.group_for(bucket))
-        shard = empty(bucket.numel() // self.size, dtype or bucket.dtype, bucket.device)
+        shard = empty(bucket.numel() // self.size, dtype, bucket.device)
         reference.unchecked("reduce", bucket.device)(rows.view(self.size, -1), shard)
         return shard
 

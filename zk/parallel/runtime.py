@@ -48,7 +48,7 @@ class Runtime:
         self.last: UnitStore | None = None
         self.kept: UnitStore | None = None  # from forward to backward, which begins with it
         self.depth, self.thread = 0, 0  # of calls of the model, and who makes them
-        self.ending, self.descending = -1, 0  # the backward whose end is awaited, and its thread
+        self.descending = 0  # the thread of the backward whose end is awaited
         self.makes_graph = False  # that backward was called with create_graph=True
         self.partitions = layout.stage == 3  # parameters are released between uses
         self.handles: dict[UnitStore | None, list[Any]] = {}
@@ -134,7 +134,7 @@ class Runtime:
         if in_backward():  # a checkpoint computes again
             return
         if not self.depth:
-            self.thread, self.ending = get_ident(), -1
+            self.thread, self.descending = get_ident(), 0
             self.kept = self.following.get((None, True))
             check_call(self.model)
             for store in self.stores:
@@ -177,7 +177,7 @@ class Runtime:
 
     def forget_calls(self) -> None:
         """No call is in progress: forget those that an interrupt (Ctrl-C) has cut short."""
-        self.ending = -1
+        self.descending = 0
         if self.depth and not +self.held:
             self.depth = 1
             self.leave()
@@ -284,8 +284,8 @@ class Runtime:
 
     def queue_end(self) -> None:
         """Have the end of a backward pass told; a checkpoint's own, within another, has none."""
-        if self.ending == -1:
-            self.ending, self.descending = torch._C._current_graph_task_id(), get_ident()
+        if not self.descending:
+            self.descending = get_ident()
             self.makes_graph, self.kept = False, None
             torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
         elif self.descending != get_ident():
@@ -318,7 +318,7 @@ class Runtime:
 
     def end_of_backward(self) -> None:
         """Reduce what is left, as all ranks agree; release all units."""
-        self.ending, self.last = -1, None
+        self.descending, self.last = 0, None
         self.release_all()
         if not self.makes_graph:
             self.reducer.end()
