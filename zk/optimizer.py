@@ -243,6 +243,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             store.absorb()
             store.publish()
 
+    def _begin_anew(self) -> None:
+        """Wait for an update in the background, or forget one that failed; drop gradients."""
+        if not self._torn:
+            self._settle()
+        for store in self._runtime.stores:
+            store.updating = None
+        self.zero_grad()
+
     def _reduce(self) -> float:
         """Reduce what is still on this rank; all ranks learn which parameters have a gradient.
 
@@ -268,8 +276,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for rule in self._layout.made.values():
             for group in rule.inner.param_groups:
                 rule.check(group)
-        own = self._seams.first("updater") or self._update_units
-        run = self._seams.chain("around_update", own)
+        run = self._seams.chain("around_update", self._seams.first("updater") or self._update_units)
         self.num_steps += 1
         used = [store for store in self._trained if store.grad.is_taken]
         options = {id(group): options_of(group) for group in self.param_groups}
@@ -361,9 +368,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             state_dict = before(self, state_dict) or state_dict
         with self._layout.comm.together("load_state_dict()"):
             check_states(self, state_dict)
-        if not self._torn:
-            self._settle()
-        self.zero_grad()
+        self._begin_anew()
         load_states(self, state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)

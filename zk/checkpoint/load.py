@@ -46,8 +46,6 @@ def load_checkpoint(
             this model and optimizer: then nothing has been changed.
     """
     save.saver_of(optimizer).synchronized()
-    if not optimizer._torn:
-        optimizer._settle()
     with checked(optimizer, Path(directory), scheduler) as (checkpoint, targets):
         head, rank = checkpoint.head, optimizer._layout.comm.rank
         with replacing(optimizer, f"load_checkpoint({str(checkpoint.folder)!r})"):
@@ -77,11 +75,7 @@ def load_checkpoint(
 @contextlib.contextmanager
 def replacing(optimizer: ZeroOptimizer, what: str) -> Iterator[None]:
     """States are a mixture from here to the end, and refused if it does not come to that."""
-    for store in optimizer._runtime.stores:
-        with contextlib.suppress(Exception) if optimizer._torn else contextlib.nullcontext():
-            store.wait()
-        store.updating = None  # an update that failed is forgotten
-    optimizer.zero_grad()
+    optimizer._begin_anew()
     try:
         yield
     except BaseException as error:
