@@ -457,7 +457,7 @@ if run.step == 1:
 if run.step == 2:
     state.pop(head.weight)
 run.see(len(state))
-# replace_state | OTHER
+# replace_state | ELSEWHERE
 if run.step == 1:
     run.optimizer.state = defaultdict(dict)
 # assign_state | ELSEWHERE

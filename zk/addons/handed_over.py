@@ -1,7 +1,7 @@
 """Models and optimizers that a ZeroOptimizer has, as users still meet them until it is closed.
 
     the user's optimizers   refuse to step, and to give or take states
-    optimizer.state         is empty, and says where states are
+    optimizer.state         is empty, says where states are, and may not be replaced
     modules at stage 3      have whole values in state_dict(), and take them in load_state_dict():
                             both are collectives then; over several ranks modules tell transformers,
                             TRL and PEFT that their parameters are partitioned
@@ -26,9 +26,8 @@ from zk.parallel.runtime import RUNTIMES, Hook
 class HandedOver(Addon):
     """It stands as ``_is_fsdp_managed_module`` in modules, and is true until the optimizer is closed.
 
-    With it ``generate`` runs on every rank until the last one has finished, and LayerDrop skips
-    nothing. It is on the modules around units, not on units: torch.compile reads it too, and would
-    not compile those. Copies of a module have False.
+    With it ``generate`` runs on every rank until the last has finished, and LayerDrop skips nothing.
+    Units lack it, as torch.compile reads it too, and would not compile them. Copies have False.
     """
 
     def attach(self, optimizer: ZeroOptimizer) -> None:
@@ -40,12 +39,16 @@ class HandedOver(Addon):
             for inner in optimizer._inners
             for call in ("step", "state_dict", "load_state_dict")
         ]
-        units = {store.unit.module for store in self.runtime.stores} - {model}
+        units = {store.unit.module for store in self.runtime.stores}
         for module in model.modules() if self.runtime.partitions else ():
             handles += hooks_of(module) if module._parameters else ()
-            has_units = any(part in units for part in module.modules() if part is not module)
+            has_units = units & ({*module.modules()} - {module})
             if is_among and (module is model or has_units or hasattr(module, "generate")):
                 module._is_fsdp_managed_module = self  # type: ignore[assignment]
+
+    def around_update(self, run: Any) -> Any:
+        require(type(self.runtime.owner().state) is Elsewhere, ELSEWHERE)
+        return run
 
     def __bool__(self) -> bool:
         return self.runtime in RUNTIMES
@@ -58,10 +61,10 @@ def hooks_of(module: nn.Module) -> list[Any]:
     """Make ``state_dict()`` (in host memory) and ``load_state_dict()`` of one module whole."""
     loading = contextlib.ExitStack()
 
-    def read(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    def read(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
         for name, param in module._parameters.items():
             store, index = place_of(param) or (None, 0)
-            if store is not None and store.full is None and prefix + name in state:
+            if store and store.full is None and prefix + name in state:
                 state[prefix + name] = store.read("param", index).cpu()
 
     def begin(*_: Any) -> None:
@@ -83,13 +86,10 @@ ELSEWHERE = (
 class Elsewhere(dict[Any, Any]):
     """``optimizer.state``: empty, as states rest on tiers. It says where they are."""
 
-    def __missing__(self, key: Any) -> Any:
-        raise KeyError(ELSEWHERE)
-
     def refuse(self, *_: Any) -> None:
         raise TypeError(ELSEWHERE)
 
-    __setitem__ = __delitem__ = update = setdefault = pop = clear = refuse  # type: ignore[assignment]
+    __missing__ = __setitem__ = __delitem__ = update = setdefault = pop = clear = refuse  # type: ignore
 
 
 def refuse(call: str, optimizer: object, *_: Any) -> None:
