@@ -36,7 +36,6 @@ class Unit:
         self.is_contiguous = all(param.is_contiguous() for param in self.params)
         self.strides = [dense_strides(param) for param in self.params]
         self.sizes = [param.numel() for param in self.params]
-        self.lay_out(1, 1)
 
     def lay_out(self, ranks: int, sharers: int) -> None:
         """Place parameters in a buffer that ``ranks`` reduce and ``sharers`` hold a shard of."""
