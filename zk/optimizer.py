@@ -194,8 +194,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._sizes = self._group_sizes()
 
     def _group_sizes(self) -> list[int]:
-        groups = (group for inner in self._inners for group in inner.param_groups)
-        return [len(group["params"]) for group in groups]
+        return [len(g["params"]) for inner in self._inners for g in inner.param_groups]
 
     # ---- the step --------------------------------------------------------------------------------
 
@@ -405,10 +404,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for closed in (*self._seams.closed, *(t.close for t in self._layout.tiers.values())):
                 stack.callback(closed)
             stack.callback(self._runtime.detach, None)
-            for store in self._runtime.stores:
+            stores = self._runtime.stores
+            giving = (store.give_back() for store in stores[::-1] if gather)  # type: ignore
+            for store in stores:
                 stack.callback(self._runtime.detach, store)
-                if gather:
-                    stack.callback(store.give_back)
+                stack.callback(next, giving, None)  # none after one that failed
             self._trained = []
             if not self._torn:
                 self.synchronize()
@@ -445,9 +445,12 @@ def check_types(model: Any, optimizer: Any, config: Any) -> list[torch.optim.Opt
     for one in optimizers:
         words = "the optimizer is a ZeroOptimizer already; wrap torch's optimizer once"
         require(not isinstance(one, ZeroOptimizer), words)
-        words = "optimizer must be a torch.optim.Optimizer, or several, or None for a frozen model"
-        words = f"{words}; got {type(one).__name__}"
-        require(isinstance(one, torch.optim.Optimizer), words, TypeError)
+        require(
+            isinstance(one, torch.optim.Optimizer),
+            "optimizer must be a torch.optim.Optimizer, or several, or None for a frozen model; got "
+            f"{type(one).__name__}",
+            TypeError,
+        )
     return optimizers
 
 
