@@ -100,6 +100,16 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
+def gpt(variant: str = "plain", layers: int = 2) -> GPT:
+    """The same values each time."""
+    torch.manual_seed(0)
+    return GPT(variant, layers=layers)
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2, **options)
+
+
 def loss_of(model: nn.Module, ids: Tensor, **kwargs: bool) -> Tensor:
     logits = model(ids[:, :-1], **kwargs).float()
     return F.cross_entropy(logits.reshape(-1, VOCAB), ids[:, 1:].reshape(-1))
@@ -116,13 +126,16 @@ def unlike_the_first(model: nn.Module, rank: int) -> None:
         param.data.add_(rank)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> float:
+def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
     """One step as users of plain torch write it; returns the loss."""
-    loss = loss_of(model, batch(seed))
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> float:
+    return descend(optimizer, loss_of(model, batch(seed)))
 
 
 def train(model: nn.Module, optimizer: Any, steps: int = 1, start: int = 0) -> list[float]:

@@ -3,13 +3,14 @@
 ``PROGRAMS`` has all of them by name, ``Program.kind(stage)`` is 'right', 'refused' or 'listed'; docs/guides/programs.md has the same table.
 """
 
+# ruff: noqa: F401  (programs find what is imported)
 from __future__ import annotations
 
 import copy
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,18 +40,23 @@ class Net(nn.Module):
         super().__init__()
         self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(8, 4)
 
+    def encode(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.encode(x))
 
-    def encode(self, x: Tensor) -> Tensor:
-        """All but the head."""
-        for block in self.blocks:
-            x = block(x)
-        return x
+
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "data": lambda query, key: setattr(key, "data", key.data * 0.9 + query.data * 0.1),
+    "data in place": lambda query, key: key.data.mul_(0.9).add_(query.data, alpha=0.1),
+    "lerp": lambda query, key: key.lerp_(query, 0.1),
+    "copy": lambda query, key: key.copy_(query),
+}
 
 
 class Writing(nn.Module):
-    """A model that writes parameters in its forward, in the way that ``how`` names."""
+    """A model that writes parameters in its forward."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -60,24 +66,13 @@ class Writing(nn.Module):
         self.key.requires_grad_(False)
         self.frozen.requires_grad_(False)
 
-    @torch.no_grad()
-    def write(self) -> None:
-        """The momentum encoder, and the codes."""
-        for query, key in zip(self.query.parameters(), self.key.parameters(), strict=True):
-            if self.how == "data":
-                key.data = key.data * 0.9 + query.data * 0.1
-            elif self.how == "data in place":
-                key.data.mul_(0.9).add_(query.data, alpha=0.1)
-            elif self.how == "lerp":
-                key.lerp_(query, 0.1)
-            else:
-                key.copy_(query)
-        self.codes.mul_(0.99)
-        self.codes[0] = 0.5
-        self.frozen.weight.add_(0.01)
-
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        self.write()
+        with torch.no_grad():  # the momentum encoder, and the codes
+            for query, key in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                WRITES[self.how](query, key)
+            self.codes.mul_(0.99)
+            self.codes[0] = 0.5
+            self.frozen.weight.add_(0.01)
         hidden = self.query(x) + self.rows(ids).sum(1) + self.codes.mean(0)
         return (hidden - self.key(x)).square().mean() + self.frozen(hidden).mean()
 
@@ -119,19 +114,15 @@ class Run:
         return (self.batch(3).abs() * 7).long().clamp(max=19)
 
     def loss(self) -> Tensor:
-        """Of a new batch."""
         return (self.model(self.batch(8)) - self.batch(4)).square().mean()
 
     def backward(self) -> None:
-        """Of a new batch's loss."""
         self.descend(self.loss())
 
     def descend(self, loss: Tensor, **kwargs: Any) -> None:
         """loss.backward(), with the loss scale."""
-        if isinstance(self.optimizer, zk.ZeroOptimizer):
-            self.optimizer.backward(loss, **kwargs)
-        else:
-            loss.backward(**kwargs)
+        backward = self.optimizer.backward if isinstance(self.optimizer, zk.ZeroOptimizer) else Tensor.backward
+        backward(loss, **kwargs)
 
     def finish(self) -> None:
         """step() and zero_grad()."""
@@ -152,19 +143,6 @@ class Run:
         return getattr(self.optimizer, "inner", self.optimizer)
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Configuration of zk, for one run."""
-
-    stage: int
-    world: int = 1
-    tier: str = "device"
-    overlap_step: bool = False
-    loss_scale: float | None = None
-    sgd: bool = False  # with momentum; else AdamW, which hides what is off by a factor
-    dtype: str = "fp32"
-
-
 def halve(param: nn.Parameter) -> None:
     param.grad.mul_(0.5)
 
@@ -182,15 +160,7 @@ SAYS = {
     "ALONE": "sees its new gradient alone",
     "ELSEWHERE": "states of a ZeroOptimizer rest on its tiers",
     "RELEASED": "lost: change it within|more than one element of the written-to tensor",  # (the second is torch's)
-    "SHAPE": "attempting to assign a gradient of size",
-    "HANDED_OVER": "was given to a ZeroOptimizer, which has its states",
-    "COPIED": "cannot be copied or pickled",
-    "MOVED": "was moved or converted",
-    "GRAPH": "create_graph=True",
-    "FUNCTIONAL": "torch.func.grad, jvp and hessian of a model at stage 3",
-    "HOOKS": "saved tensor hooks",
     "NAN": "WRONG: saw \\[nan",
-    "STRIDES": "WRONG: saw \\[0.0, 0.0",  # of what is released
     "OTHER": "WRONG",  # silently
     "STALE": "WRONG|lost: change it within",
     "LOST": "WRONG|right",  # .data: right where nothing is copied
@@ -201,24 +171,18 @@ SOURCE = """
 == run.backward() == run.finish()
 # scale_in_place
 for param in params:
-    if param.grad is not None:
-        param.grad.mul_(0.5)
+    if param.grad is not None: param.grad.mul_(0.5)
 # scale_through_data | IN_PLACE
-for param in params:
-    param.grad.data.clamp_(-1e-2, 1e-2)
+for param in params: param.grad.data.clamp_(-1e-2, 1e-2)
 # replace
-for param in params:
-    param.grad = torch.sign(param.grad) * 0.1
+for param in params: param.grad = torch.sign(param.grad) * 0.1
 # set_one_to_none
-if run.step % 2:
-    head.weight.grad = None
+if run.step % 2: head.weight.grad = None
 # set_all_to_none
-for param in params:
-    param.grad = None
+for param in params: param.grad = None
 run.backward()
 run.optimizer.step()
-for param in params:
-    param.grad = None
+for param in params: param.grad = None
 run.backward()
 # delete
 del head.bias.grad
@@ -226,8 +190,7 @@ del head.bias.grad
 for number, param in enumerate(params):
     param.grad += 0.01 * torch.randn(param.shape, generator=torch.Generator().manual_seed(number + run.step))
 # clip_each_layer
-for layer in (*run.model.blocks, head):
-    run.see(clip_grad_norm_(layer.parameters(), 1e-2))
+for layer in (*run.model.blocks, head): run.see(clip_grad_norm_(layer.parameters(), 1e-2))
 # clip_by_value | IN_PLACE
 clip_grad_value_(params, 1e-2)
 # clip_by_another_norm
@@ -238,58 +201,47 @@ clip_grads_with_norm_(params, 1e-2, norm)
 run.see(norm)
 # clip_by_hand_over_ranks
 total = torch.stack([param.grad.square().sum() for param in params]).sum()
-if run.world > 1:
-    dist.all_reduce(total)
+if run.world > 1: dist.all_reduce(total)
 norm = (total / run.world).sqrt()
 run.see(norm)
-for param in params:
-    param.grad.mul_(0.05 / norm)
+for param in params: param.grad.mul_(0.05 / norm)
 # clip_and_look
 run.see(clip_grad_norm_(params, 1e-2))
-for param in params:
-    run.see(param.grad.norm())
+for param in params: run.see(param.grad.norm())
 head.weight.grad.mul_(2)
 # look_while_accumulating | IN_PLACE
 run.backward()
-for param in params:
-    run.see(param.grad.sum())
-for param in params:
-    param.grad.clamp_(-1e-2, 1e-2)
+for param in params: run.see(param.grad.sum())
+for param in params: param.grad.clamp_(-1e-2, 1e-2)
 run.backward()
 # look_after_the_step | GONE
 clip_grad_norm_(params, 1e-2)
 run.optimizer.step()
-for param in params:
-    run.see(param.grad.norm())
+for param in params: run.see(param.grad.norm())
 run.optimizer.zero_grad()
 run.backward()
 # keep_and_combine | GONE
 first = [param.grad for param in params]
 run.optimizer.zero_grad()
 run.backward()
-for param, grad in zip(params, first, strict=True):
-    param.grad = grad - 0.3 * param.grad
+for param, grad in zip(params, first, strict=True): param.grad = grad - 0.3 * param.grad
 # sharpness_aware
 with zk.gather(params, write=True), torch.no_grad():
     before = [param.detach().clone() for param in params]
-    for param in params:
-        param.add_(param.grad, alpha=0.1)
+    for param in params: param.add_(param.grad, alpha=0.1)
 run.optimizer.zero_grad()
 run.backward()
 with zk.gather(params, write=True), torch.no_grad():
-    for param, values in zip(params, before, strict=True):
-        param.copy_(values)
+    for param, values in zip(params, before, strict=True): param.copy_(values)
 # sharpness_aware_through_data
 with zk.gather(params, write=True):
     before = [param.data.clone() for param in params]
-    for param in params:
-        param.data = param.data + 0.1 * param.grad
+    for param in params: param.data = param.data + 0.1 * param.grad
 run.optimizer.zero_grad()
 run.backward()
 with zk.gather(params, write=True):
-    for param, values in zip(params, before, strict=True):
-        param.data = values
-# a_gradient_of_another_shape | SHAPE
+    for param, values in zip(params, before, strict=True): param.data = values
+# a_gradient_of_another_shape | attempting to assign a gradient of size
 head.weight.grad = torch.zeros(3) if is_zk else head.weight.grad
 # clip_each_micro_batch
 run.see(clip_grad_norm_(params, 0.1))
@@ -305,8 +257,7 @@ if is_zk:
     head.weight.register_post_accumulate_grad_hook(halve)
     run.backward()
 # look_in_inference_mode
-with torch.inference_mode():
-    run.see(head.weight.grad.norm())
+with torch.inference_mode(): run.see(head.weight.grad.norm())
 run.backward()
 head.weight.grad.mul_(0.5)
 # step_twice | GONE
@@ -317,48 +268,39 @@ run.backward()
 # zero_a_part
 run.model.blocks[0].zero_grad()
 # copy_the_model
-with zk.gather(params):
-    twin = copy.deepcopy(run.model)
+with zk.gather(params): twin = copy.deepcopy(run.model)
 run.see(twin.head.weight.sum())
 run.see(type(twin.head.weight) is nn.Parameter and twin.head.weight.grad is None)
-# resize_what_is_gathered | MOVED
-with zk.gather(params, write=True):
-    head.bias.data = torch.zeros(7)
+# resize_what_is_gathered | was moved or converted
+with zk.gather(params, write=True): head.bias.data = torch.zeros(7)
 == pass == run.optimizer.step()
 # zero_every_second_step | GONE
-if run.step % 2 == 0:
-    run.optimizer.zero_grad()
+if run.step % 2 == 0: run.optimizer.zero_grad()
 run.backward()
 # never_zero | GONE
 run.backward()
 clip_grad_norm_(params, 0.05)
 # zeros_instead_of_none
 run.optimizer.zero_grad(set_to_none=False)
-if run.step != 2:
-    run.backward()
+if run.step != 2: run.backward()
 == pass == run.finish()
 # list_unused_parameters
 run.descend(run.model.encode(run.batch(8)).square().mean())
-for param in params:
-    run.see(param.grad is None)
+for param in params: run.see(param.grad is None)
 # hooks_of_a_parameter | ALONE
 if run.step == 0:
-    for param in params:
-        param.register_post_accumulate_grad_hook(halve)
+    for param in params: param.register_post_accumulate_grad_hook(halve)
 run.backward()
 run.backward()
 # hooks_of_a_gradient
 handles = [param.register_hook(lambda grad: grad * 0.5) for param in params]
 run.backward()
-for handle in handles:
-    handle.remove()
+for handle in handles: handle.remove()
 # hooks_of_a_module
-if run.step == 0:
-    head.register_full_backward_hook(lambda module, *_: run.see(module.weight.grad is not None))
+if run.step == 0: head.register_full_backward_hook(lambda module, *_: run.see(module.weight.grad is not None))
 run.backward()
 # look_within_forward
-if run.step == 0:
-    run.model.register_forward_pre_hook(lambda model, _: model.head.zero_grad())
+if run.step == 0: run.model.register_forward_pre_hook(lambda model, _: model.head.zero_grad())
 run.backward()
 run.backward()
 # clip_and_assign
@@ -370,11 +312,9 @@ x = run.batch(8)
 y = run.model.encode(x) if run.world > 1 else x
 run.descend((head(y) if run.step % 2 or run.rank == 0 else y).square().mean() if run.world > 1 else both(run, x))
 for param in params:
-    if param.grad is not None:
-        param.grad.mul_(0.5)
+    if param.grad is not None: param.grad.mul_(0.5)
 # assign_what_was_asked_for
-for param, grad in zip(params, torch.autograd.grad(run.loss(), params), strict=True):
-    param.grad = grad
+for param, grad in zip(params, torch.autograd.grad(run.loss(), params), strict=True): param.grad = grad
 # penalize_the_gradient_of_inputs
 x = run.batch(8).requires_grad_()
 (grad,) = torch.autograd.grad(run.model(x).sum(), x, create_graph=True)
@@ -382,14 +322,13 @@ run.descend((grad.norm(dim=1) - 1).square().mean())
 # penalize_the_gradient_of_parameters
 grads = torch.autograd.grad(run.loss(), params, create_graph=True)
 run.descend(torch.stack([grad.square().sum() for grad in grads]).sum())
-# backward_with_create_graph | | GRAPH
+# backward_with_create_graph | | create_graph=True
 run.descend(run.loss(), create_graph=True)
 run.descend(torch.stack([param.grad.square().sum() for param in params]).sum())
 # hessian_vector_product
 grads = torch.autograd.grad(run.loss(), params, create_graph=True)
 product = torch.autograd.grad(torch.stack([grad.sum() for grad in grads]).sum(), params, allow_unused=True)
-for param, grad in zip(params, product, strict=True):
-    param.grad = grad
+for param, grad in zip(params, product, strict=True): param.grad = grad
 # penalize_through_a_checkpoint
 x = run.batch(8).requires_grad_()
 y = head(checkpoint(run.model.blocks[0], x, use_reentrant=False))
@@ -407,11 +346,10 @@ run.descend(y.mean(), retain_graph=True)
 run.descend(y.square().mean())
 # map_over_examples
 run.descend(torch.func.vmap(run.model)(run.batch(8)).square().mean())
-# functional_gradient | | FUNCTIONAL
+# functional_gradient | | torch.func.grad, jvp and hessian of a model at stage 3
 x, named = run.batch(8), dict(run.model.named_parameters())
 grads = torch.func.grad(lambda values: torch.func.functional_call(run.model, values, (x,)).square().mean())(named)
-for name, param in named.items():
-    param.grad = grads[name]
+for name, param in named.items(): param.grad = grads[name]
 # penalize_what_is_gathered
 weight = run.model.blocks[0].up.weight
 with zk.gather(params):
@@ -419,7 +357,7 @@ with zk.gather(params):
 run.descend(run.loss() + penalty)
 # parts_one_by_one
 run.descend((head(run.model.encode(run.batch(8))) - run.batch(4)).square().mean())
-# channels_last | | STRIDES
+# channels_last | | WRONG: saw \\[0.0, 0.0
 images = run.batch(2, 6, 6).to(memory_format=torch.channels_last)
 run.descend((run.model(images) - run.batch(5)).square().mean())
 for param in params:
@@ -428,13 +366,7 @@ for param in params:
 # channels_last_after_the_wrap
 run.model.to(memory_format=torch.contiguous_format)
 run.descend((run.model(run.batch(2, 6, 6)) - run.batch(5)).square().mean())
-# set_data_in_forward | | RELEASED
-run.descend(run.model(run.batch(8), run.ids()))
-# change_data_in_forward | | RELEASED
-run.descend(run.model(run.batch(8), run.ids()))
-# interpolate_in_forward | | RELEASED
-run.descend(run.model(run.batch(8), run.ids()))
-# copy_in_forward | | RELEASED
+# set_data_in_forward, change_data_in_forward, interpolate_in_forward, copy_in_forward | | RELEASED
 run.descend(run.model(run.batch(8), run.ids()))
 # renormalize_rows_in_forward | | RELEASED
 run.descend(run.model(run.ids()).square().mean())
@@ -446,27 +378,21 @@ run.see(state[head.weight]["step"])
 run.see(sum(value.numel() for values in state.values() for value in values.values()))
 # write_state | ELSEWHERE
 state[head.weight]["exp_avg"].mul_(0.5)
-for param in params:
-    state[param]["exp_avg_sq"] = state[param]["exp_avg_sq"] * 0.9
+for param in params: state[param]["exp_avg_sq"] = state[param]["exp_avg_sq"] * 0.9
 # restart_steps_in_state | OTHER
-for values in state.values():
-    values["step"].zero_()
+for values in state.values(): values["step"].zero_()
 # forget_state | ELSEWHERE
-if run.step == 1:
-    state.clear()
-if run.step == 2:
-    state.pop(head.weight)
+if run.step == 1: state.clear()
+if run.step == 2: state.pop(head.weight)
 run.see(len(state))
 # replace_state | ELSEWHERE
-if run.step == 1:
-    run.optimizer.state = defaultdict(dict)
+if run.step == 1: run.optimizer.state = defaultdict(dict)
 # assign_state | ELSEWHERE
 state[head.bias] = {"step": torch.tensor(3.0), "exp_avg": torch.ones(4), "exp_avg_sq": torch.ones(4)}
 # move_state
 for values in state.values():
-    for name, value in values.items():
-        values[name] = value.to(params[0].device)
-# state_of_the_users_optimizer | HANDED_OVER
+    for name, value in values.items(): values[name] = value.to(params[0].device)
+# state_of_the_users_optimizer | was given to a ZeroOptimizer, which has its states
 saved = copy.deepcopy(run.users.state_dict())
 run.see(saved["state"][0]["exp_avg"].norm())
 if run.step == 1:
@@ -477,22 +403,18 @@ state[head.weight]["mine"] = torch.zeros(4, 8)
 # state_with_another_name | ELSEWHERE
 state[head.weight] = {**state[head.weight], "mine": torch.zeros(4, 8)}
 # clamp_data | | RELEASED
-for param in params:
-    param.data.clamp_(-0.1, 0.1)
+for param in params: param.data.clamp_(-0.1, 0.1)
 # prune_data | | RELEASED
-for param in params:
-    param.data.view(-1)[::3] = 0
+for param in params: param.data.view(-1)[::3] = 0
 # clamp_in_place | | RELEASED
 with torch.no_grad():
-    for param in params:
-        param.clamp_(-0.1, 0.1)
+    for param in params: param.clamp_(-0.1, 0.1)
 # write_through_a_view_taken_before_the_wrap | OTHER | STALE
 run.kept[-2].view(-1).mul_(0.5)
 # read_what_was_detached_before_the_wrap | OTHER
 run.see(run.kept[-2].sum())
 # read_a_state_dict_kept_from_before_training | | OTHER
-if run.step == 0:
-    run.kept = list(run.model.state_dict().values())
+if run.step == 0: run.kept = list(run.model.state_dict().values())
 run.see(sum(value.abs().sum() for value in run.kept))
 # load_parts_into_the_models_own_state_dict
 values = run.model.state_dict()
@@ -506,36 +428,31 @@ values["head.weight"].copy_(torch.ones(4, 8))
 == pass == run.backward(); run.finish()
 # state_by_name | ELSEWHERE
 state["mine"] = {"seen": 1}
-# copy_the_optimizer | COPIED
+# copy_the_optimizer | cannot be copied or pickled
 copy.deepcopy(run.optimizer)
 # read_between_steps | | NAN
 run.see(head.weight.sum())
 # read_gathered
-with zk.gather(params):
-    run.see(head.weight.sum())
+with zk.gather(params): run.see(head.weight.sum())
 # write_what_is_gathered_to_be_read | | RELEASED
-with zk.gather(params), torch.no_grad():
-    head.bias.zero_()
+with zk.gather(params), torch.no_grad(): head.bias.zero_()
 # assign_data | | RELEASED
 head.weight.data = head.weight.data * 0.9
 # change_data_taken_before | | RELEASED
 if run.step == 0:
     run.kept = [param.data.detach() if number % 2 else param.data.view(-1) for number, param in enumerate(params)]
-for data in run.kept:
-    data.clamp_(-0.1, 0.1)
+for data in run.kept: data.clamp_(-0.1, 0.1)
 # look_at_data | | NAN
 run.see(sum(param.data.abs().sum() for param in params))
 # turn_data | | OTHER
 run.model[0].weight.data = run.model[0].weight.data.t()
 # write_data_of_what_is_gathered_to_be_read | | LOST
-with zk.gather(params):
-    head.weight.data.mul_(0.5)
+with zk.gather(params): head.weight.data.mul_(0.5)
 # transform_what_is_gathered
 with torch.no_grad(), zk.gather(params):
     run.see(torch.func.grad(lambda weight: weight.square().sum())(head.weight).sum())
-# transform_what_is_gathered_with_a_graph | | HOOKS
-with zk.gather(params):
-    run.see(torch.func.grad(lambda weight: weight.square().sum())(head.weight).sum())
+# transform_what_is_gathered_with_a_graph | | saved tensor hooks
+with zk.gather(params): run.see(torch.func.grad(lambda weight: weight.square().sum())(head.weight).sum())
 """
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "set_data_in_forward": lambda: Writing("data"),
@@ -567,36 +484,29 @@ class Program:
         return "right" if verdict == "right" else "listed" if verdict.startswith("WRONG") else "refused"
 
 
-# what programs find, next to their run
-NAMES: dict[str, Any] = {"zk": zk, "torch": torch, "nn": nn, "dist": dist, "copy": copy, "checkpoint": checkpoint, "defaultdict": defaultdict}
-NAMES |= {"clip_grad_norm_": clip_grad_norm_, "clip_grad_value_": clip_grad_value_, "clip_grads_with_norm_": clip_grads_with_norm_}
-NAMES |= {"get_total_norm": get_total_norm, "halve": halve, "both": both}
-
-
 def compiled(name: str, lines: list[str]) -> Callable[[Run], None]:
     """Python of a program."""
     code = compile("\n".join(lines), f"<program {name}>", "exec")
 
     def run(run: Run) -> None:
         names = {"run": run, "params": run.params, "head": getattr(run.model, "head", None), "state": run.optimizer.state}
-        exec(code, NAMES | names | {"is_zk": isinstance(run.optimizer, zk.ZeroOptimizer)})
+        exec(code, globals() | names | {"is_zk": isinstance(run.optimizer, zk.ZeroOptimizer)})
 
     return run
 
 
-def read(source: str) -> dict[str, Program]:
-    """All programs."""
-    programs = {}
+def read(source: str) -> Iterator[tuple[str, Program]]:
+    """All programs; those of one body have their names in one line."""
     for section in re.split(r"^== ", source, flags=re.M)[1:]:
         around, *written = re.split(r"^# ", section, flags=re.M)
         before, after = around.strip().split(" == ")
         for text in written:
             header, *lines = text.strip().split("\n")
-            name, *said = (part.strip() for part in header.split("|"))
-            said = [SAYS[word] if word else "right" for word in said] or ["right"]
-            run = compiled(name, [before, *lines, after])
-            programs[name] = Program(run, MODELS.get(name, Net), name in WHOLE, (said[0], said[-1]))
-    return programs
+            names, *said = (part.strip() for part in header.split("|"))
+            verdicts = [SAYS.get(word, word) or "right" for word in said] or ["right"]
+            for name in names.split(", "):
+                run = compiled(name, [before, *lines, after])
+                yield name, Program(run, MODELS.get(name, Net), name in WHOLE, (verdicts[0], verdicts[-1]))
 
 
-PROGRAMS = read(SOURCE)
+PROGRAMS = dict(read(SOURCE))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import zk
+from tests.parity import Case
 from tests.programs import run
 from zk import addon
 
@@ -53,13 +54,23 @@ def test_an_add_on_hears_of_a_chunk_before_it_changes_and_of_who_waits_and_may_c
     assert listening.heard == [("model", 0, 1.0), "synchronized"] and model.weight.item() == 0.5
 
 
+CASES = [
+    Case(stage=0, dtype="bf16", steps=3),
+    Case(stage=1, dtype="fp16", accumulation=2, steps=2),
+    Case(stage=2, model="tied", steps=3),
+    Case(stage=3, dtype="bf16", model="checkpointed", steps=3),
+    Case(stage=3, dtype="fp32", tier="nvme", optimizer="SGD", steps=2),
+    Case(stage=3, dtype="bf16", overlap_step=True, steps=3),
+]
+
+
 WALK = """
 import os, sys
 from pathlib import Path
 import torch
 from torch import nn
 import zk, zk.addons
-from tests.core.test_quick import CASES
+from tests.core.test_addon import CASES
 from tests.parity import run_case
 from zk import addon
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import zk
-from tests.models import GPT, batch, loss_of
-from tests.world import mesh_of, run_world
-
-
-def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+from tests.models import GPT, adamw, batch, descend, gpt, loss_of
+from tests.world import call, mesh_of, run_world
 
 
 def layers(count: int = 2) -> nn.Sequential:
@@ -25,10 +23,7 @@ def layers(count: int = 2) -> nn.Sequential:
 
 
 def train(model: nn.Module, optimizer: Any) -> None:
-    loss = model(torch.ones(2, 4)).float().square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    descend(optimizer, model(torch.ones(2, 4)).float().square().mean())
 
 
 def replaced(model: nn.Module) -> torch.optim.Optimizer:
@@ -79,39 +74,26 @@ def of_kind(kind: str) -> nn.Module:
             model[1] = nn.LazyLinear(4)
         case "meta":
             model[1] = nn.Linear(4, 4, device="meta")
-        case "meta buffer":
-            second.register_buffer("table", torch.ones(2, device="meta"))
-        case "transposed":
-            second.weight = nn.Parameter(first.weight.T)
-        case "inside":
-            second.weight = nn.Parameter(first.weight.detach()[1:].expand(3, 4))
-        case "expanded":
-            second.bias = nn.Parameter(torch.ones(1).expand(4))
-        case "codes":
-            second.weight = nn.Parameter(second.weight.detach().to(torch.float8_e4m3fn))
-        case "fp4":
-            second.table = nn.Parameter(torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), requires_grad=False)
         case "parts of one":
             first.weight, second.weight = (nn.Parameter(part.view(4, 4)) for part in torch.randn(32).chunk(2))
-        case "tied":
-            second.weight = first.weight
         case "no parameter":
             del second._parameters["weight"]
             second.weight = first.weight.T
-        case "attribute":
-            second._seen = first.weight.data
-        case "list":
-            second.seen = [torch.ones(1), first.weight[1:]]
-        case "dict":
-            second.seen = {"rows": first.weight.view(-1)}
-        case "buffer":
-            second.register_buffer("seen", first.bias.detach())
         case "itself":
             second.weight, second.seen, second.also = first.weight, first.bias, [first.bias]
         case "made anew":
             model[0] = nn.utils.spectral_norm(first)
-        case "nested":
-            second.seen = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        case "meta buffer" | "buffer":
+            second.register_buffer("seen", torch.ones(2, device="meta") if "meta" in kind else first.bias.detach())
+        case "attribute" | "list" | "dict" | "nested":
+            nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+            kinds = {"attribute": first.weight.data, "list": [torch.ones(1), first.weight[1:]], "dict": {"rows": first.weight.view(-1)}}
+            second.seen = kinds.get(kind, nested)
+        case _:
+            fp4 = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+            kinds = {"transposed": first.weight.T, "inside": first.weight.detach()[1:].expand(3, 4), "expanded": torch.ones(1).expand(4), "fp4": fp4}
+            kinds |= {"codes": second.weight.detach().to(torch.float8_e4m3fn), "tied": first.weight}
+            second.weight = first.weight if kind == "tied" else nn.Parameter(kinds[kind], requires_grad=kind != "fp4")
     return model
 
 
@@ -119,16 +101,13 @@ KINDS = {
     "fp64": "'0.weight' is torch.float64; zk trains fp32, bf16 and fp16: freeze it",
     "lazy": "'1.weight' has no shape yet",
     "meta": "'1.weight' is on the meta device",
-    "meta buffer": "'1.table' is on the meta device",
-    "transposed": "parameters '[01].weight' and '[01].weight' share memory",
-    "inside": "parameters '[01].weight' and '[01].weight' share memory",
-    "expanded": r"'1.bias' is expanded, .*expanded\.clone\(\)",
+    "meta buffer": "'1.seen' is on the meta device",
+    **dict.fromkeys(("transposed", "inside"), "parameters '[01].weight' and '[01].weight' share memory"),
+    "expanded": r"'1.weight' is expanded, .*expanded\.clone\(\)",
     "codes": "'1.weight' is torch.float8_e4m3fn",
-    "fp4": r"'1.table' is torch.float4_e2m1fn_x2, which torch cannot copy; keep it as param.view\(torch.uint8\)",
+    "fp4": r"'1.weight' is torch.float4_e2m1fn_x2, which torch cannot copy; keep it as param.view\(torch.uint8\)",
     "no parameter": "'1.weight' shares memory with parameter '0.weight'",
-    "attribute": "'1._seen' shares memory with parameter '0.weight'",
-    "list": "'1.seen' shares memory with parameter '0.weight'",
-    "dict": "'1.seen' shares memory with parameter '0.weight'",
+    **dict.fromkeys(("attribute", "list", "dict"), "'1.seen' shares memory with parameter '0.weight'"),
     "buffer": "'1.seen' shares memory with parameter '0.bias'",
     **dict.fromkeys(("parts of one", "tied", "itself", "made anew", "nested"), ""),
 }
@@ -137,16 +116,18 @@ KINDS = {
 @pytest.mark.parametrize(("kind", "message"), KINDS.items())
 def test_parameters_that_cannot_be_taken_are_named_and_stay(kind: str, message: str) -> None:
     model = of_kind(kind)
-    before = [(param.dtype, param.device, kind in ("lazy", "meta") or param.data_ptr()) for param in model.parameters()]
-    if message:
-        for options in ({}, {"stage": 3, "device": "cpu"}):
-            with pytest.raises(ValueError, match=message):
-                zk.ZeroOptimizer(model, adamw(model), **options)
-        assert [(param.dtype, param.device, kind in ("lazy", "meta") or param.data_ptr()) for param in model.parameters()] == before
-    else:
-        optimizer = zk.ZeroOptimizer(model, adamw(model))
-        train(model, optimizer)
-        optimizer.close()
+
+    def found() -> list[Any]:
+        return [(param.dtype, param.device, kind in ("lazy", "meta") or param.data_ptr()) for param in model.parameters()]
+
+    before = found()
+    for options in ({}, {"stage": 3, "device": "cpu"}) if message else ():
+        with pytest.raises(ValueError, match=message):
+            zk.ZeroOptimizer(model, adamw(model), **options)
+        assert found() == before
+    if not message:
+        with zk.ZeroOptimizer(model, adamw(model)) as optimizer:
+            train(model, optimizer)
 
 
 def test_quick_a_refusal_leaves_the_model_as_it_was() -> None:
@@ -235,3 +216,52 @@ def test_a_rank_outside_of_its_process_group_and_a_mesh_are_refused_with_the_rem
     (first, second), meshes = run_world(2, wrong_group, [False, True])
     assert first == "fine" and "1: process_group must be a ProcessGroup that this rank is a member of" in second
     assert all("mesh.get_group()" in said for said in meshes)
+
+
+# ---- ranks that would train by different rules, or different models ------------------------------------------------------------------------
+
+# what differs by rank: an option, a group's number, or the model
+DIFFERENCES: dict[str, tuple[str, Any]] = {
+    "stage is 1 on rank 0 and 2 on rank 1": ("stage", lambda rank: 1 + rank),
+    r"of torch.float32 on rank 0 and \(\d+, \d+\) of torch.float32, frozen on rank 1": ("model", lambda rank: rank == 0),
+    r"clip_grad_norm is 0\.5 on rank 0 and 1 on rank 1": ("clip_grad_norm", lambda rank: 0.5 + rank / 2),
+    r"prefetch is 1 on rank 0 and 2 on rank 1": ("prefetch", lambda rank: 1 + rank),
+    r"param_groups\[0\]\['betas'\] is \(0\.9, 0\.9\) on rank 0 and \(0\.8, 0\.9\) on rank 1": ("betas", lambda rank: [0.9 - rank / 10, 0.9]),
+    r"param_groups\[0\]\['lr'\] is 0\.5 on rank 0 and 1\.5 on rank 1": ("lr", lambda rank: np.float32(0.5 + rank)),
+}
+
+
+def differs(pattern: str) -> str:
+    model, (what, of_rank) = GPT(), DIFFERENCES[pattern]
+    value, inner = of_rank(dist.get_rank()), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if what == "model":
+        model.head.weight.requires_grad_(value)
+    is_of_group = what in inner.param_groups[0]
+    if is_of_group:
+        inner.param_groups[0][what] = value
+    options = {"optimizer_tier": "host", "stage": 3 if what == "prefetch" else 2}
+    try:
+        zk.ZeroOptimizer(model, inner, **options if is_of_group or what == "model" else {**options, what: value})
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def differs_in_name_only(_: str) -> str:
+    """Numbers of other types, options in another order, and names that only users read."""
+    model, rank = gpt(), dist.get_rank()
+    plain = torch.optim.AdamW(model.parameters(), lr=(1.0, 1)[rank])
+    if rank:
+        for name in list(plain.param_groups[0]):
+            plain.param_groups[0][name] = plain.param_groups[0].pop(name)
+    plain.param_groups[0]["name"] = f"of rank {rank}"
+    optimizer = zk.ZeroOptimizer(model, plain, stage=2, clip_grad_norm=(1, 1.0)[rank], num_threads=1 + rank)
+    descend(optimizer, loss_of(model, batch(0)))
+    return ""
+
+
+def test_ranks_that_would_train_by_different_rules_are_refused_on_all_of_them_and_others_train() -> None:
+    *table, alike = run_world(2, call, [*((differs, pattern) for pattern in DIFFERENCES), (differs_in_name_only, "")], timeout=60)
+    for pattern, row in zip(DIFFERENCES, table, strict=True):
+        assert all(re.search(pattern, str(said)) for said in row), row
+    assert alike == ["", ""]

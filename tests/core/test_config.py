@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import zk
-from zk.tools.summary import changes
 
 
 def test_quick_values_are_read_as_users_write_them(tmp_path: Path) -> None:
@@ -28,90 +27,63 @@ def test_quick_values_are_read_as_users_write_them(tmp_path: Path) -> None:
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config and hash(config)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"stage": 4}, "stage must be 0, 1, 2 or 3; got 4"),
-        ({"optimizer_tier": "disk"}, "optimizer_tier must be 'device', 'host', 'nvme' or 'auto' .*a disk 'nvme'.*; got 'disk'"),
-        ({"param_tier": 3}, "param_tier must be .*; got 3"),
-        ({"optimizer_tier": "nvme"}, "nvme_path is not set"),
-        ({"optimizer_tier": "nvme", "nvme_path": ["/tmp", "/tmp"]}, "each of them once"),
-        ({"stage": 3, "param_tier": "nvme", "nvme_path": "/tmp"}, "updated in host memory"),
-        ({"param_tier": "host"}, "param_tier='host' needs stage=3"),
-        ({"param_tier": ["host"]}, r"param_tier must be .*; got \['host'\]$"),
-        ({"nvme_path": "/tmp"}, "nvme_path has no effect"),
-        ({"host_budget": "1GiB"}, "host_budget has no effect"),
-        ({"host_budget": "24 potatoes"}, "host_budget must be a number of bytes above 0, or a string like"),
-        ({"host_budget": 0}, "above 0"),
-        ({"clip_grad_norm": "1"}, "clip_grad_norm must be more than 0"),
-        ({"clip_grad_norm": float("nan")}, "clip_grad_norm must be more than 0"),
-        ({"dtype": "int8"}, "dtype must be one of"),
-        ({"keep_dtype": "table"}, "keep_dtype has no effect without dtype="),
-        ({"loss_scale": "sometimes"}, "loss_scale must be"),
-        ({"loss_scale": float("inf")}, "finite number above 0"),
-        ({"loss_scale": True}, "loss_scale must be"),
-        ({"prefetch": -1}, "prefetch must be"),
-        ({"num_threads": 0}, "num_threads must be"),
-        ({"device": "meta"}, "'cuda' or 'cuda:N'; got 'meta'"),
-    ],
-    ids=str,
-)
-def test_values_without_a_meaning_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        zk.ZeroConfig(**options)
+VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"stage": 4}, "stage must be 0, 1, 2 or 3; got 4"),
+    ({"optimizer_tier": "disk"}, "optimizer_tier must be 'device', 'host', 'nvme' or 'auto' .*a disk 'nvme'.*; got 'disk'"),
+    ({"param_tier": ["host"]}, r"param_tier must be .*; got \['host'\]$"),
+    ({"optimizer_tier": "nvme"}, "nvme_path is not set"),
+    ({"optimizer_tier": "nvme", "nvme_path": ["/tmp", "/tmp"]}, "each of them once"),
+    ({"stage": 3, "param_tier": "nvme", "nvme_path": "/tmp"}, "updated in host memory"),
+    ({"param_tier": "host"}, "param_tier='host' needs stage=3"),
+    ({"nvme_path": "/tmp"}, "nvme_path has no effect"),
+    ({"host_budget": "1GiB"}, "host_budget has no effect"),
+    ({"host_budget": "24 potatoes"}, "host_budget must be a number of bytes above 0, or a string like"),
+    ({"host_budget": 0}, "above 0"),
+    ({"clip_grad_norm": "1"}, "clip_grad_norm must be more than 0"),
+    ({"clip_grad_norm": float("nan")}, "clip_grad_norm must be more than 0"),
+    ({"dtype": "int8"}, "dtype must be one of"),
+    ({"keep_dtype": "table"}, "keep_dtype has no effect without dtype="),
+    ({"loss_scale": "sometimes"}, "loss_scale must be"),
+    ({"loss_scale": float("inf")}, "finite number above 0"),
+    ({"loss_scale": True}, "loss_scale must be"),
+    ({"prefetch": -1}, "prefetch must be"),
+    ({"num_threads": 0}, "num_threads must be"),
+    ({"device": "meta"}, "'cuda' or 'cuda:N'; got 'meta'"),
+    *([] if torch.cuda.is_available() else [({"device": "cuda"}, "torch sees 0 CUDA devices")]),
+]
+TYPES: list[tuple[dict[str, Any], str]] = [
+    ({"host_budget": True}, "host_budget must be"),
+    ({"dtype": "bf16", "keep_dtype": (int,)}, "keep_dtype must hold module names or nn.Module classes"),
+    ({"units": [3]}, "units must hold"),
+    ({"device": 0}, "got 0"),
+    ({"nvme_path": 7}, "nvme_path must be a path"),
+    ({"process_group": "all"}, r"this rank is a member of .*mesh\.get_group"),
+    ({"addons": [zk.Addon]}, "addons must be a list of zk.Addon objects"),
+    ({"stages": 3}, "no option 'stages'; the closest one is 'stage'"),
+    ({"overlap_stop": True}, "the closest one is 'overlap_step'"),
+    ({"qqq": 1}, "there are stage, dtype"),
+    ({"options": {"overlap_stop": 1}}, "no option 'overlap_stop'"),
+]
+REFUSED = [*((ValueError, *case) for case in VALUES), *((TypeError, *case) for case in TYPES)]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_a_device_must_be_there() -> None:
-    with pytest.raises(ValueError, match="torch sees 0 CUDA devices"):
-        zk.ZeroConfig(device="cuda")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"host_budget": True}, "host_budget must be"),
-        ({"dtype": "bf16", "keep_dtype": (int,)}, "keep_dtype must hold module names or nn.Module classes"),
-        ({"units": [3]}, "units must hold"),
-        ({"device": 0}, "got 0"),
-        ({"nvme_path": 7}, "nvme_path must be a path"),
-        ({"process_group": "all"}, r"this rank is a member of .*mesh\.get_group"),
-        ({"addons": [zk.Addon]}, "addons must be a list of zk.Addon objects"),
-        ({"stages": 3}, "no option 'stages'; the closest one is 'stage'"),
-        ({"overlap_stop": True}, "the closest one is 'overlap_step'"),
-        ({"qqq": 1}, "there are stage, dtype"),
-        ({"options": {"overlap_stop": 1}}, "no option 'overlap_stop'"),
-    ],
-    ids=str,
-)
-def test_values_of_other_types_and_unknown_options_are_refused(options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("error", "options", "message"), REFUSED, ids=str)
+def test_values_without_a_meaning_and_unknown_options_are_refused(error: type[Exception], options: dict[str, Any], message: str) -> None:
     model = nn.Linear(2, 2)
     for make in (
         lambda: zk.ZeroConfig(**options),
         lambda: dataclasses.replace(zk.ZeroConfig(), **options),
         lambda: zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), zk.ZeroConfig(), **options),
     ):
-        with pytest.raises(TypeError, match=message):
+        with pytest.raises(error, match=message):
             make()
 
 
-def test_there_are_16_core_fields_and_add_ons_have_the_other_options() -> None:
-    assert len(dataclasses.fields(zk.ZeroConfig)) == 16 + 1  # options
+def test_add_ons_have_the_other_options() -> None:
     config = zk.ZeroConfig(overlap_step=True, stage=3)
     changed = dataclasses.replace(config, state_dtype="bf16", stage=1)
     assert changed.options == {"overlap_step": True, "state_dtype": "bf16"} and config.options == {"overlap_step": True}
     assert dataclasses.replace(changed, overlap_step=False).options["overlap_step"] is False
-
-
-def test_changes_can_be_given_again() -> None:
-    config = zk.ZeroConfig(stage=3, dtype="bf16", host_budget="3GiB", device_budget=1500, device="cpu", overlap_step=True, optimizer_tier="host")
-    said = changes(config, zk.ZeroConfig())
-    assert said == {
-        "stage": 3, "dtype": "bf16", "device": "cpu", "optimizer_tier": "host", "device_budget": 1500, "host_budget": "3GiB",
-        "overlap_step": True,
-    }  # fmt: skip
-    assert zk.ZeroConfig(**said) == config
-    assert changes(config, config) == {}
 
 
 def test_options_win_over_the_config_they_are_given_with() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,31 +14,29 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zk
-from tests.models import DEVICE, GPT, batch, loss_of
+from tests.models import DEVICE, adamw, batch, gpt, loss_of
 
 KiB = 1024
 on_a_device = pytest.mark.device_only
 
 
-def make(variant: str = "plain", layers: int = 2) -> GPT:
-    torch.manual_seed(0)
-    return GPT(variant, layers=layers)
-
-
-def losses_and_grads(model: nn.Module, offload: Any, steps: int = 2, inside: bool = False) -> list[Tensor]:
-    """Of some forward and backward passes, the backward outside the context or inside."""
+def trained(model: nn.Module, around: Any = contextlib.nullcontext(), stage: int | None = None, inside: bool = False) -> list[Tensor]:  # noqa: B008
+    """Losses and parameters of two steps, in plain torch or at a stage, the backward outside the context or inside."""
+    optimizer: Any = adamw(model)
+    optimizer = optimizer if stage is None else zk.ZeroOptimizer(model, optimizer, stage=stage, optimizer_tier="host")
     found = []
-    for step in range(steps):
-        torch.manual_seed(step)
-        with offload or contextlib.nullcontext():
+    for step in range(2):
+        with around:
             loss = loss_of(model, batch(step))
             if inside:
                 loss.backward()
         if not inside:
             loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
         found.append(loss.detach().clone())
-        found += [param.grad.clone() for param in model.parameters() if param.grad is not None]
-    return found
+    with zk.gather(model.parameters()) if stage is not None else contextlib.nullcontext():
+        return found + [param.detach().clone() for param in model.parameters()]
 
 
 def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
@@ -69,15 +65,10 @@ def in_order(order: str, offload: Any) -> list[Tensor]:
         graphs = [chain(x, list(weights)) for x in inputs]
     ends = [outputs[-1].square().sum() for outputs in graphs]
     grads: list[Tensor] = [end.detach() for end in ends]
-    if order == "first graph first":
+    if order == "first graph first, one retained":
+        ends[1].backward(retain_graph=True)
         for end in ends:
             end.backward()
-
-    elif order == "retained":
-        for _ in range(3):
-            ends[1].backward(retain_graph=True)
-        ends[0].backward()
-        ends[1].backward()
     elif order == "parts":
         middle = graphs[2][6]
         grads += torch.autograd.grad(middle.sum(), weights[2:5], retain_graph=True)
@@ -144,18 +135,35 @@ def test_quick_where_device_memory_is_host_memory_it_does_nothing() -> None:
             zk.offload_activations(**options)  # type: ignore[arg-type]
 
 
-@on_a_device
-@pytest.mark.parametrize(("keep_last", "variant"), ((0, "plain"), (1 << 30, "plain"), (2 * KiB, "elsewhere"), (0, "checkpointed_reentrant")))
-def test_losses_and_gradients_are_those_without(keep_last: int, variant: str) -> None:
-    wanted = losses_and_grads(make(variant), None)
-    offload = small(keep_last=keep_last)
-    assert same(losses_and_grads(make(variant), offload, inside=variant.endswith("reentrant")), wanted)
-    assert (offload.num_offloaded == 0) == (keep_last == 1 << 30) and nothing_left(offload)
-    assert offload.num_uploaded <= 1.7 * offload.num_offloaded, "few come back in vain"
+VARIANTS = (
+    *((None, 0, "plain"), (None, 1 << 30, "plain"), (None, 2 * KiB, "elsewhere"), (None, 0, "checkpointed_reentrant")),
+    *((2, 4 * KiB, "plain"), (3, 4 * KiB, "within forward"), (3, 4 * KiB, "checkpointed")),
+)
 
 
 @on_a_device
-@pytest.mark.parametrize("order", ("first graph first", "retained", "parts", "twice"))
+@pytest.mark.parametrize(("stage", "keep_last", "variant"), VARIANTS)
+def test_losses_and_parameters_are_those_without(stage: int | None, keep_last: int, variant: str) -> None:
+    offload = small(keep_last=keep_last, min_nbytes=64 if stage is None else 512)
+    if variant == "within forward":
+        wanted, model = trained(gpt("elsewhere"), stage=stage), gpt("elsewhere")
+        forward = model.forward
+
+        def within(ids: Tensor) -> Tensor:
+            with offload:
+                return forward(ids)
+
+        model.forward = within  # type: ignore[assignment]
+        found = trained(model, stage=stage)
+    else:
+        wanted, found = (trained(gpt(variant), around, stage, variant.endswith("reentrant")) for around in (contextlib.nullcontext(), offload))
+    assert same(found, wanted) and nothing_left(offload)
+    assert (offload.num_offloaded == 0) == (keep_last == 1 << 30)
+    assert stage is not None or offload.num_uploaded <= 1.7 * offload.num_offloaded, "few come back in vain"
+
+
+@on_a_device
+@pytest.mark.parametrize("order", ("first graph first, one retained", "parts", "twice"))
 def test_other_orders_of_backward_are_right(order: str) -> None:
     wanted = in_order(order, None)
     offload = small(keep_last=2 * KiB)
@@ -225,46 +233,28 @@ def test_writing_to_a_saved_tensor_is_an_error_in_backward(keep_last: int, min_n
             y.sum().backward()
 
 
-@contextlib.contextmanager
-def doubled(packed: list[int]) -> Iterator[None]:
-    """Hooks that note the storages of what they are given."""
+def doubled(packed: list[int]) -> saved_tensors_hooks:
+    """Hooks that note the storages of what they are given, and are seen where they are not undone."""
 
     def pack(tensor: Tensor) -> Tensor:
         packed.append(tensor.untyped_storage()._cdata)
-        return tensor.detach() * 2 if tensor.is_floating_point() else tensor.detach()  # (seen if not undone)
+        return tensor.detach() * 2 if tensor.is_floating_point() else tensor.detach()
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor / 2 if tensor.is_floating_point() else tensor):
-        yield
+    return saved_tensors_hooks(pack, lambda tensor: tensor / 2 if tensor.is_floating_point() else tensor)
 
 
 @on_a_device
 def test_what_is_left_alone_goes_on_to_the_hooks_around_and_contexts_nest() -> None:
-    wanted, packed = losses_and_grads(make(), None), list[int]()
+    wanted, packed = trained(gpt()), list[int]()
     inner, outer = small(min_nbytes=1500, keep_last=2 * KiB), small()
     for around in (doubled(packed), torch.autograd.graph.save_on_cpu(), outer):
         with around:
-            assert same(losses_and_grads(make(), inner), wanted)
+            assert same(trained(gpt(), inner), wanted)
     assert packed and inner.num_offloaded and outer.num_offloaded and nothing_left(inner) and nothing_left(outer)
     with pytest.raises(KeyError, match="the user's"), outer:
-        loss_of(make(), batch(0))
+        loss_of(gpt(), batch(0))
         raise KeyError("the user's")
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None and nothing_left(outer)
-
-
-@on_a_device
-def test_threads_share_a_context() -> None:
-    models, found = [make() for _ in range(2)], dict[int, list[Tensor]]()
-    wanted, offload = losses_and_grads(make(), None), small()
-
-    def run(key: int) -> None:
-        found[key] = losses_and_grads(models[key], offload)
-
-    threads = [threading.Thread(target=run, args=(key,)) for key in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(same(found[key], wanted) for key in range(2)) and offload.num_offloaded and nothing_left(offload)
 
 
 @on_a_device
@@ -285,42 +275,3 @@ def test_a_graph_that_is_dropped_gives_everything_back_and_the_device_has_the_wi
     del offload
     gc.collect()
     assert gone() is None
-
-
-class Inside(nn.Module):
-    """Enters the context within its forward."""
-
-    def __init__(self, model: nn.Module, offload: Any) -> None:
-        super().__init__()
-        self.model, self.offload = model, offload
-
-    def forward(self, ids: Tensor) -> Tensor:
-        with self.offload:
-            logits: Tensor = self.model(ids)
-        return logits
-
-
-def trained(model: nn.Module, around: Any, options: dict[str, Any]) -> list[Tensor]:
-    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
-    found = []
-    for step in range(2):
-        with around:
-            loss = loss_of(model, batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.detach().clone())
-    with zk.gather(model.parameters()):
-        found += [param.detach().clone() for param in model.parameters()]
-    optimizer.close()
-    return found
-
-
-@on_a_device
-@pytest.mark.parametrize(("stage", "variant"), ((2, "plain"), (3, "elsewhere"), (3, "checkpointed")))
-def test_training_with_zero_is_the_same(stage: int, variant: str) -> None:
-    options = {"stage": stage, "optimizer_tier": "host"}
-    wanted = trained(make(variant, 2), contextlib.nullcontext(), options)
-    offload = small(min_nbytes=512)
-    around, model = (contextlib.nullcontext(), Inside(make(variant, 2), offload)) if variant == "elsewhere" else (offload, make(variant, 2))
-    assert same(trained(model, around, options), wanted) and offload.num_offloaded and nothing_left(offload)

@@ -1,9 +1,8 @@
-"""Weights that lie in memory in another order (channels_last, transposed) or in tiles: kept so, and saved and loaded as any other."""
+"""Weights that lie in memory in another order (channels_last, transposed): kept so, and saved and loaded as any other."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zk
+from tests.models import adamw, descend
 from tests.world import call, run_world
-from zk.checkpoint.contents import cuts_of
 from zk.checkpoint.export import export
 
 pytestmark = pytest.mark.usefixtures("one_thread", "torch_engine")
@@ -41,32 +40,16 @@ def build(memory_format: torch.memory_format = LAST, seed: int = 0) -> Net:
     return model
 
 
-def batch(step: int, memory_format: torch.memory_format = LAST) -> Tensor:
-    return torch.randn(4, 3, 13, 13, generator=torch.Generator().manual_seed(step)).to(memory_format=memory_format)
+def batch(step: int) -> Tensor:
+    return torch.randn(4, 3, 13, 13, generator=torch.Generator().manual_seed(step)).to(memory_format=LAST)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, count: int) -> list[float]:
-    losses = []
-    for step in range(start, start + count):
-        optimizer.zero_grad()
-        loss = model(batch(step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return [descend(optimizer, model(batch(step)).square().mean()) for step in range(start, start + count)]
 
 
-def adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-
-
-def wrap(model: nn.Module, stage: int, tier: str = "host", drive: str = "", dtype: str | None = None) -> zk.ZeroOptimizer:
-    where: dict[str, Any] = {"optimizer_tier": tier, "param_tier": tier if stage == 3 else "device", "nvme_path": drive or None}
-    return zk.ZeroOptimizer(model, adamw(model), stage=stage, dtype=dtype, **where)
-
-
-def strides(model: nn.Module) -> list[tuple[int, ...]]:
-    return [param.stride() for param in model.parameters()]
+def wrap(model: nn.Module, stage: int) -> zk.ZeroOptimizer:
+    return zk.ZeroOptimizer(model, adamw(model), stage=stage, optimizer_tier="host", param_tier="host" if stage == 3 else "device")
 
 
 def exact(optimizer: zk.ZeroOptimizer) -> dict[str, Tensor]:
@@ -87,69 +70,41 @@ def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         assert torch.equal(got[name], value), name
 
 
-@pytest.mark.parametrize(("stage", "tier"), ((0, "device"), (1, "host"), (2, "nvme"), (3, "nvme")))
-def test_formats_of_parameters_gradients_and_state_are_those_of_torch(stage: int, tier: str, tmp_path: Path) -> None:
-    plain, model = build(), build()
-    want = train(plain, inner := adamw(plain), 0, 3)
-    optimizer = wrap(model, stage, tier, str(tmp_path) if tier == "nvme" else "")
-    assert train(model, optimizer, 0, 3) == want
-    plain.zero_grad(), optimizer.zero_grad()
-    plain(batch(3)).sum().backward()
-    model(batch(3)).sum().backward()
-    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
-        if other.requires_grad:
-            assert torch.equal(param.grad, other.grad) and param.grad.stride() == other.grad.stride()
-            with zk.gather(param, kind="exp_avg") as (moment,):
-                assert torch.equal(moment, inner.state[other]["exp_avg"])
-    with zk.gather(model.parameters()):
-        assert strides(model) == strides(plain)
-        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
-    optimizer.close()
-
-
-def test_the_format_may_change_between_saving_and_loading(tmp_path: Path) -> None:
-    model = build()
-    optimizer = wrap(model, 1, dtype="bf16")
-    train(model, optimizer, 0, 2)
-    optimizer.save_checkpoint(tmp_path / "last")
-    want = exact(optimizer)
-    rows = build(ROWS, seed=1)
-    second = wrap(rows, 3, dtype="bf16")
-    second.load_checkpoint(tmp_path / "last")
-    assert_equal(exact(second), want)
-    with zk.gather(rows.parameters()):
-        assert all(param.is_contiguous() for param in rows.parameters())
-    second.save_checkpoint(tmp_path / "rows")
-    third = wrap(build(seed=2), 1, dtype="bf16")
-    third.load_checkpoint(tmp_path / "rows")
-    assert_equal(exact(third), want)
-    for folder in ("last", "rows"):
-        export(tmp_path / folder, tmp_path / f"{folder}-exported", torch.float32)
-        assert_equal(load_file(tmp_path / f"{folder}-exported" / "model.safetensors"), optimizer.consolidated_state_dict(dtype="fp32"))
-    second.load_state_dict(optimizer.state_dict())
-    assert_equal(exact(second), want)
-
-
-def between_ranks(case: tuple[int, str]) -> str:
-    """Train over ranks, and hand over by both kinds of checkpoint to the other format."""
+def handed_over(case: tuple[int, str]) -> None:
+    """Train, alone or over ranks, and hand over by both kinds of checkpoint to the other format and back."""
     stage, folder = case
+    world = dist.get_world_size() if dist.is_initialized() else 1
     model, plain = build(), build()
-    want = train(plain, adamw(plain), 0, 3)
+    want = train(plain, inner := adamw(plain), 0, 3)
     optimizer = wrap(model, stage)
     assert train(model, optimizer, 0, 3) == pytest.approx(want, rel=1e-3)  # ranks take the mean of equal gradients, and a third is rounded
     have = exact(optimizer)
+    for name, param in plain.named_parameters() if world == 1 else ():
+        assert torch.equal(have[name], param) and (not param.requires_grad or torch.equal(have[f"{name}.exp_avg"], inner.state[param]["exp_avg"]))
     optimizer.save_checkpoint(folder)
-    for memory_format in (ROWS, LAST) if stage == 3 else (ROWS,):
-        other = wrap(build(memory_format, 1), 3)
-        other.load_checkpoint(folder)
+    rows, last = wrap(build(ROWS, 1), 3), wrap(build(LAST, 2), 3)
+    rows.load_checkpoint(folder)
+    assert_equal(exact(rows), have)
+    with zk.gather(rows.model.parameters()):
+        assert all(param.is_contiguous() for param in rows.model.parameters())
+    rows.save_checkpoint(f"{folder}-rows")
+    last.load_checkpoint(f"{folder}-rows")
+    assert_equal(exact(last), have)
+    weights = optimizer.consolidated_state_dict(dtype="fp32", rank0_only=False)
+    if stage == 3 or world == 1:  # this rank's elements, in the same order
+        other = wrap(build(LAST if world > 1 else ROWS, 1), 3)
+        other.load_state_dict(optimizer.state_dict())
+        with zk.gather(other.model.parameters(), write=True):
+            other.model.load_state_dict(weights)
         assert_equal(exact(other), have)
-        if stage == 3 and memory_format is LAST:  # this rank's elements, in the same order
-            third = wrap(build(memory_format, 1), 3)
-            third.load_state_dict(optimizer.state_dict())
-            with zk.gather(third.model.parameters(), write=True):
-                third.model.load_state_dict(optimizer.consolidated_state_dict(dtype="fp32"))
-            assert_equal(exact(third), have)
-    return ""
+    for path in (folder, f"{folder}-rows") if world == 1 else ():
+        (file,) = export(Path(path), Path(f"{path}-exported"), torch.float32).files
+        assert_equal(load_file(file), weights)
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_training_is_torchs_and_the_format_may_change_between_saving_and_loading(stage: int, tmp_path: Path) -> None:
+    handed_over((stage, str(tmp_path / "saved")))
 
 
 def other_formats(_: object) -> str:
@@ -162,62 +117,7 @@ def other_formats(_: object) -> str:
 
 def test_ranks_hand_over_from_one_format_to_the_other(tmp_path: Path) -> None:
     """Three, which divide units unevenly."""
-    *handed, messages = run_world(3, call, [*((between_ranks, (stage, str(tmp_path / str(stage)))) for stage in (1, 3)), (other_formats, None)])
-    assert handed == [[""] * 3] * 2, handed
+    *handed, messages = run_world(3, call, [*((handed_over, (stage, str(tmp_path / str(stage)))) for stage in (1, 3)), (other_formats, None)])
+    assert handed == [[None] * 3] * 2, handed
     for message in messages:
         assert "parameter 'turned' is (36, 9) of torch.float32 on rank 0 and (36, 9) of torch.float32, strides (1, 36) on rank 1" in message
-
-
-# ---- the same weights, cut in other ways -----------------------------------------------------------------------------------------
-
-
-def cut(how: str) -> nn.Sequential:
-    """A model whose weights are whole, transposed in memory, or in tiles of some size."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(200, 160), nn.GELU(), nn.Linear(160, 130, bias=False), nn.GELU(), nn.Linear(130, 7))
-    if how == "turned":
-        model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
-    elif how == "fine":
-        zk.tile_linears(model, 20_000)
-    elif how == "coarse":
-        zk.tile_linears(model, 60_000)
-    elif how == "odd":
-        model[0], model[2] = zk.TiledLinear.from_linear(model[0], 6), zk.TiledLinear.from_linear(model[2], 5)
-    return model
-
-
-def hold(model: nn.Module, stage: int) -> zk.ZeroOptimizer:
-    matrices, vectors = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim < 2]
-    inner = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
-    return zk.ZeroOptimizer(model, inner, stage=stage, dtype="bf16")
-
-
-def without_tiles(optimizer: zk.ZeroOptimizer) -> dict[str, Tensor]:
-    """As ``exact``, with the state of tiles put together."""
-    cuts, found = cuts_of(optimizer.model), dict[str, Tensor]()
-    for name, value in exact(optimizer).items():
-        param, kind = (name, "param") if name in cuts else name.rsplit(".", 1)
-        cut = cuts[param]
-        found.setdefault(f"{cut.whole}.{kind}", torch.full(cut.shape, float("nan")))[cut.place] = value
-    return found
-
-
-WAYS = (("whole", ("odd", "turned")), ("turned", ("fine",)), ("fine", ("coarse", "odd")), ("odd", ("coarse", "whole")))
-
-
-@pytest.mark.parametrize(("how", "others"), WAYS)
-def test_a_checkpoint_loads_into_the_same_weights_cut_in_another_way(how: str, others: tuple[str, ...], tmp_path: Path) -> None:
-    optimizer = hold(model := cut(how), 2)
-    for step in range(2):
-        optimizer.zero_grad()
-        model(torch.randn(8, 200, generator=torch.Generator().manual_seed(step)).bfloat16()).square().mean().backward()
-        optimizer.step()
-    optimizer.save_checkpoint(tmp_path / "saved")
-    want = without_tiles(optimizer)
-    for other in others:
-        second = hold(cut(other), 3)
-        second.load_checkpoint(tmp_path / "saved")
-        assert_equal(without_tiles(second), want)
-        second.close()
-    export(tmp_path / "saved", tmp_path / "exported", torch.float32)
-    assert_equal(load_file(tmp_path / "exported" / "model.safetensors"), optimizer.consolidated_state_dict(dtype="fp32"))

@@ -12,21 +12,22 @@ import torch
 from torch import Tensor, nn
 
 import zk
+from tests.models import adamw, descend
 from zk.addons import checked
 
 pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
 
 TIERS: tuple[dict[str, Any], ...] = (
-    *({"stage": stage} for stage in (0, 1, 2, 3)),
+    {"stage": 2},
     {"stage": 3, "optimizer_tier": "host", "overlap_step": True},
     {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
 )
+each_tier = pytest.mark.parametrize("options", TIERS, ids=lambda options: "-".join(map(str, options.values())))
 
 
 def wrap(model: nn.Module, path: Path | None = None, **options: Any) -> zk.ZeroOptimizer:
     drive = {"nvme_path": path} if "nvme" in options.values() else {}
-    adamw = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-    return zk.ZeroOptimizer(model, adamw, num_threads=1, **options, **drive)
+    return zk.ZeroOptimizer(model, adamw(model), num_threads=1, **options, **drive)
 
 
 def convolutional() -> nn.Module:
@@ -39,44 +40,34 @@ def drawn(step: int) -> Tensor:
     return torch.randn(16, 4, 8, generator=torch.Generator().manual_seed(step)) - 50.0
 
 
-class Master:
-    """``model`` with fp32 masters, as the plain loop of mixed precision has them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.masters = [param.detach().clone().requires_grad_() for param in model.parameters()]
-        for module in model:  # type: ignore[attr-defined]
-            if not isinstance(module, nn.BatchNorm1d):
-                module.to(torch.bfloat16)
-        self.adamw = torch.optim.AdamW(self.masters, lr=1e-2)
-
-    @torch.no_grad()
-    def train_step(self, values: Tensor) -> float:
-        with torch.enable_grad():
-            loss = self.model(values.to(torch.bfloat16)).float().square().mean()
-            loss.backward()
-        for master, param in zip(self.masters, self.model.parameters(), strict=True):
-            master.grad, param.grad = param.grad.float(), None  # type: ignore[union-attr]
-        self.adamw.step()
-        for master, param in zip(self.masters, self.model.parameters(), strict=True):
-            param.copy_(master)
-        return loss.item()
+def by_hand(model: Any) -> list[float]:
+    """Losses of the plain loop of mixed precision: parameters in bf16, but for those of batch norm, with fp32 masters."""
+    masters, losses = [param.detach().clone().requires_grad_() for param in model.parameters()], []
+    inner = torch.optim.AdamW(masters, lr=1e-2)
+    for module in model:
+        module.to(None if isinstance(module, nn.BatchNorm1d) else torch.bfloat16)
+    for step in range(4):
+        loss = model(drawn(step).to(torch.bfloat16)).float().square().mean()
+        loss.backward()
+        for master, param in zip(masters, model.parameters(), strict=True):
+            master.grad, param.grad = param.grad.float(), None
+        inner.step()
+        with torch.no_grad():
+            for master, param in zip(masters, model.parameters(), strict=True):
+                param.copy_(master)
+        losses.append(loss.item())
+    return losses
 
 
-@pytest.mark.parametrize("options", (TIERS[0], *TIERS[2:]), ids=lambda options: "-".join(map(str, options.values())))
+@each_tier
 def test_batch_norm_trains_as_beside_parameters_in_bf16_that_were_cast_by_hand(options: dict[str, Any], tmp_path: Path) -> None:
     model = convolutional()
-    plain = Master(copy.deepcopy(model))
-    optimizer = wrap(model, tmp_path, dtype="bf16", **options)
-    for step in range(4):
-        loss = model(drawn(step)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert loss.item() == plain.train_step(drawn(step))
-    optimizer.close()
-    pairs = zip((*model.parameters(), *model.buffers()), (*plain.model.parameters(), *plain.model.buffers()), strict=True)
-    assert all(mine.dtype == theirs.dtype and torch.equal(mine, theirs) for mine, theirs in pairs)
+    plain = copy.deepcopy(model)
+    with wrap(model, tmp_path, dtype="bf16", **options) as optimizer:
+        assert [descend(optimizer, model(drawn(step)).float().square().mean()) for step in range(4)] == by_hand(plain)
+        with zk.gather(model.parameters()):
+            pairs = zip((*model.parameters(), *model.buffers()), (*plain.parameters(), *plain.buffers()), strict=True)
+            assert all(mine.dtype == theirs.dtype and torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
 class Zoo(nn.Module):
@@ -104,32 +95,41 @@ class Zoo(nn.Module):
 CODES = "fp8", "scales", "packed", "long", "eighths"
 
 
-def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    return {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-
-
 def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).clone()
 
 
 def cast_by(**options: Any) -> set[str]:
     """The names of what is cast, of a Zoo."""
+
+    def dtypes() -> dict[str, torch.dtype]:
+        return {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
     model = Zoo()
     model.wide.requires_grad_("wide" not in options.get("keep_dtype", ()))
-    before = dtypes(model)
+    before = dtypes()
     wrap(model, dtype="bf16", **options)
-    return {name for name, dtype in dtypes(model).items() if dtype != before[name]}
+    return {name for name, dtype in dtypes().items() if dtype != before[name]}
 
 
-BLOCKS = {f"layers.{index}.{part}.{kind}" for index in range(2) for part in ("wi", "norm") for kind in ("weight", "bias")}
-OTHERS = {f"{module}.{kind}" for module in ("worker", "forgetful") for kind in ("weight", "bias")}
+NORMS, FIRST = {f"layers.{n}.norm.{kind}" for n in "01" for kind in ("weight", "bias")}, {f"layers.0.wi.{kind}" for kind in ("weight", "bias")}
+CAST = {*NORMS, *FIRST, "layers.1.wi.weight", "layers.1.wi.bias", "worker.weight", "worker.bias", "forgetful.weight", "forgetful.bias"}
+CAST |= {"router.weight", "wide"}
+KEPT = [
+    ((), set[str]()),
+    ((nn.LayerNorm,), NORMS),
+    ("layers.0", {*FIRST, "layers.0.norm.weight", "layers.0.norm.bias"}),
+    (("worker.weight", "wide"), {"worker.weight", "wide"}),
+    (("wi.bias",), {"layers.0.wi.bias", "layers.1.wi.bias"}),
+]
 
 
-def test_quick_what_is_cast_and_what_is_not() -> None:
-    assert cast_by() == {*BLOCKS, *OTHERS, "router.weight", "wide"}
+@pytest.mark.parametrize(("keep", "kept"), KEPT)
+def test_quick_what_is_cast_and_keep_dtype_names_classes_modules_parameters_and_parts_of_names(keep: Any, kept: set[str]) -> None:
+    assert cast_by(**{"keep_dtype": keep} if keep else {}) == CAST - kept
 
 
-@pytest.mark.parametrize("options", TIERS[2:], ids=lambda options: "-".join(map(str, options.values())))
+@each_tier
 def test_codes_and_scales_that_are_frozen_stay_as_they_are_on_every_tier(options: dict[str, Any], tmp_path: Path) -> None:
     model = Zoo()
     codes = {name: as_bytes(getattr(model, name)) for name in CODES}
@@ -140,38 +140,22 @@ def test_codes_and_scales_that_are_frozen_stay_as_they_are_on_every_tier(options
     assert all(torch.equal(as_bytes(getattr(model, name)), wanted) for name, wanted in codes.items())
 
 
-@pytest.mark.parametrize(
-    ("keep", "kept"),
-    (
-        ((nn.LayerNorm,), {f"layers.{index}.norm.{kind}" for index in range(2) for kind in ("weight", "bias")}),
-        ("layers.0", {f"layers.0.{part}.{kind}" for part in ("wi", "norm") for kind in ("weight", "bias")}),
-        (("worker.weight", "wide"), {"worker.weight", "wide"}),
-        (("wi.bias",), {"layers.0.wi.bias", "layers.1.wi.bias"}),
-    ),
-)
-def test_keep_dtype_names_classes_modules_parameters_and_parts_of_names(keep: Any, kept: set[str]) -> None:
-    assert cast_by(keep_dtype=keep) == cast_by() - kept
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.seen = nn.Linear(4, 4), list[Any]()
+
+    def forward(self, values: dict[str, Any], *, ids: Tensor, more: tuple[Any, ...]) -> Tensor:
+        self.seen.extend([values["x"].dtype, ids.dtype, more[0].dtype, more[1]])
+        return self.inner(values["x"])  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("stage", (2, 3))
 def test_inputs_of_the_models_own_call_are_cast_and_no_others(stage: int) -> None:
-    seen = []
-
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, values: dict[str, Any], *, ids: Tensor, more: tuple[Any, ...]) -> Tensor:
-            seen.extend([values["x"].dtype, ids.dtype, more[0].dtype, more[1]])
-            return self.inner(values["x"])  # type: ignore[no-any-return]
-
-    model = Nested()
-    optimizer = wrap(model, dtype="bf16", stage=stage)
-    copied = copy.deepcopy(model) if stage == 2 else model
-    x = torch.ones(2, 4, requires_grad=True)
+    optimizer = wrap(model := Nested(), dtype="bf16", stage=stage)
+    copied, x = copy.deepcopy(model) if stage == 2 else model, torch.ones(2, 4, requires_grad=True)
     copied({"x": x}, ids=torch.arange(3), more=(torch.ones(1, dtype=torch.float64), None)).sum().backward()
-    assert seen == [torch.bfloat16, torch.int64, torch.bfloat16, None] and x.grad.dtype == torch.float32
+    assert copied.seen == [torch.bfloat16, torch.int64, torch.bfloat16, None] and x.grad.dtype == torch.float32  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match="dtype"):
         model.inner(torch.ones(2, 4))
     optimizer.close()
@@ -210,12 +194,10 @@ def test_quick_the_scale_falls_on_overflow_and_grows_after_a_window() -> None:
     assert scales_of([good, bad, good, good], init=8, window=2, hysteresis=1, factor=4.0) == [8, 2, 2, 8]
 
 
-@pytest.mark.parametrize(
-    "setting", ({"factor": 1.0}, {"minimum": 0}, {"minimum": 3, "init": 2.0}, {"window": 0}, {"window": 2.5}, {"hysteresis": 0})
-)
-def test_settings_of_a_dynamic_scale_are_checked(setting: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"DynamicLossScale needs .*{next(iter(setting))}.*; got DynamicLossScale"):
-        zk.DynamicLossScale(**setting)
+def test_settings_of_a_dynamic_scale_are_checked() -> None:
+    for setting in ({"factor": 1.0}, {"minimum": 0}, {"minimum": 3, "init": 2.0}, {"window": 0}, {"window": 2.5}, {"hysteresis": 0}):
+        with pytest.raises(ValueError, match=f"DynamicLossScale needs .*{next(iter(setting))}.*; got DynamicLossScale"):
+            zk.DynamicLossScale(**setting)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("has_kernels", "said"), [(True, []), (False, ["bf16", "fp16"])])

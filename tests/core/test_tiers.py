@@ -7,7 +7,6 @@ import errno
 import gc
 import os
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import zk
-from tests.core.test_files import Faults, System
+from tests.core.test_files import Faults, faults  # noqa: F401
 from tests.models import DEVICE, small_chunks
 from tests.programs import run
 from zk import memory
-from zk.offload import file as file_module
 from zk.offload.drive import Drive, FileChunk
 from zk.offload.file import File
 from zk.offload.tiers import CPU
@@ -31,30 +29,9 @@ pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
 
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
-    faults = Faults()
-    monkeypatch.setattr(file_module, "SYSTEM", faults)
-    return faults
-
-
-class Late(System):
-    """Transfers that take their time, each another one, into memory that holds no value until then."""
-
-    random = random.Random(0)
-
-    def preadv(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:  # type: ignore[override]
-        time.sleep(self.random.random() * 2e-3)
-        return os.preadv(descriptor, buffers, offset)
-
-    def pwritev(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:  # type: ignore[override]
-        time.sleep(self.random.random() * 2e-3)
-        return os.pwritev(descriptor, buffers, offset)
-
-
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = File.read_async
-    monkeypatch.setattr(file_module, "SYSTEM", Late())
+def late(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Transfers take their time, each another one, into memory that holds no value until then."""
+    read, faults.is_late = File.read_async, True
     monkeypatch.setattr(File, "read_async", lambda self, tensor, offset=0: read(self, tensor.fill_(255), offset))
 
 
@@ -217,30 +194,19 @@ def walk(seed: int, tier: str, path: Path, **options: Any) -> list[float]:
 
 @pytest.mark.parametrize("seed", (0, 2))
 def test_any_order_of_what_a_user_does_gives_the_same_bits(seed: int, late: None, small: None, tmp_path: Path) -> None:
-    want = walk(seed, "host", tmp_path)
-    assert walk(seed, "nvme", tmp_path) == want and walk(seed, "nvme", tmp_path, host_budget=150_000) == want
-
-
-def test_several_folders_share_the_bytes(small: None, tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in "ab"]
+    """Also of those that a budget keeps, and over two folders."""
+    want, folders = walk(seed, "host", tmp_path), [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
-    losses = []
-    for paths in (folders[:1], folders):
-        torch.manual_seed(0)
-        model = Blocks()
-        optimizer = held(model, tmp_path, nvme_path=paths)
-        losses.append([step(model, optimizer, seed) for seed in range(2)])
-        assert len(drive_of(optimizer).file.paths) == len(paths)
-        optimizer.close()
-    assert losses[0] == losses[1] and [os.listdir(folder) for folder in folders] == [[], []]
+    assert walk(seed, "nvme", tmp_path, nvme_path=folders) == want and walk(seed, "nvme", tmp_path, host_budget=150_000) == want
+    assert [os.listdir(folder) for folder in folders] == [[], []]
 
 
 # ---- a drive that fails ----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("when", "call", "number"), ((0, "pwritev", errno.EIO), (9, "preadv", errno.EIO), (40, "pwritev", errno.ENOSPC)))
-def test_what_the_drive_refuses_ends_the_run_by_name(call: str, number: int, when: int, small: None, tmp_path: Path, faults: Faults) -> None:
+@pytest.mark.parametrize(("when", "call", "number"), ((9, "preadv", errno.EIO), (40, "pwritev", errno.ENOSPC)))
+def test_what_the_drive_refuses_ends_the_run_by_name(call: str, number: int, when: int, small: None, tmp_path: Path, faults: Faults) -> None:  # noqa: F811
     model = Blocks()
     optimizer = held(model, tmp_path)
     step(model, optimizer)
@@ -251,7 +217,7 @@ def test_what_the_drive_refuses_ends_the_run_by_name(call: str, number: int, whe
     assert raised.value.errno == number and str(raised.value.filename).startswith(str(tmp_path))
 
 
-def test_a_full_drive_is_refused(tmp_path: Path, faults: Faults) -> None:
+def test_a_full_drive_is_refused(tmp_path: Path, faults: Faults) -> None:  # noqa: F811
     faults.fail = {"posix_fallocate": [errno.ENOSPC] * 9}
     with pytest.raises(OSError, match=r"[\d.]+ MiB are needed and [\d,.]+ MiB are free"):
         held(Blocks(), tmp_path)
