@@ -501,11 +501,24 @@ def test_states_come_from_torch_in_mid_training_and_go_back_bit_for_bit(kind: st
     _, third = pair()
     plain = make_optimizer(kind, list(third.parameters()))
     plain.load_state_dict(state)
+    other.load_state_dict(weights)
+    theirs.load_state_dict(copy.deepcopy(state))
+    assert train(other, theirs) == want
     again = zk.ZeroOptimizer(third, make_optimizer(kind, list(third.parameters())), stage=3, param_tier="host")
     again.param_groups[0]["lr"] = 5.0
     third.load_state_dict(weights)
     again.load_state_dict(plain.state_dict())
     assert again.param_groups[0]["lr"] == 1e-2 and train(third, again) == want
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_parameters_are_those_of_loaded_masters_at_once(stage: int) -> None:
+    (model, optimizer), _ = both(stage=stage, dtype="bf16")
+    train(model, optimizer)
+    saved, want = optimizer.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
+    train(model, optimizer)
+    optimizer.load_state_dict(saved)
+    assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
 
 
 def test_a_frozen_model_needs_no_optimizer(tmp_path: Path) -> None:
