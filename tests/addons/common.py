@@ -1,11 +1,14 @@
 """What tests of add-ons have in common: programs of users, and runs that are compared."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -33,8 +36,32 @@ def told(value: Any) -> str:
     return getattr(value, "__name__", str(value))
 
 
+def fails_half_way(optimizer: zk.ZeroOptimizer, owner: Any, method: str, step: Callable[[], Any]) -> None:
+    """An error in the third call of a method within ``step``: what was saved before must be loaded, and is there again."""
+    saved, original, calls = optimizer.state_dict(), getattr(owner, method), itertools.count()
+
+    def fails(*given: Any) -> Any:
+        if next(calls) == 2:
+            raise OSError("full")
+        return original(*given)
+
+    with mock.patch.object(owner, method, fails), pytest.raises(OSError, match="full"):
+        step()
+    with pytest.raises(RuntimeError, match="failed half-way"):
+        optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    for key, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, saved["state"][key][kind]) for kind, value in state.items())
+
+
 HOW = {"waits": True}
 FOLDER: list[Path] = []  # for checkpoints
+
+
+def begun(optimizer: zk.ZeroOptimizer) -> None:
+    """Wait for updates that have begun in backward: a busy machine may not have come to them."""
+    for attempt in (attempt for one in optimizer._seams.addons for attempt in getattr(one, "attempts", {}).values()):
+        attempt[-1].exception()
 
 
 def backward(model: GPT, optimizer: zk.ZeroOptimizer, step: int, factor: float = 0.01, by: float = 0.0) -> None:
@@ -44,9 +71,8 @@ def backward(model: GPT, optimizer: zk.ZeroOptimizer, step: int, factor: float =
         with zk.gather(model.tokens.weight) if optimizer.config.stage == 3 else contextlib.nullcontext():
             loss = loss + by * model.tokens.weight.float().sum()
     optimizer.backward(loss)
-    for one in optimizer._seams.addons if HOW["waits"] else ():
-        for *_, done in getattr(one, "attempts", {}).values():
-            done.exception()
+    if HOW["waits"]:
+        begun(optimizer)
 
 
 def gradients(what: str, model: GPT, optimizer: zk.ZeroOptimizer, step: int) -> None:
@@ -121,13 +147,9 @@ def seen(model: GPT, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
     return params + [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
 
 
-PROGRAMS: dict[str, Stepwise] = {
-    **{name: partial(gradients, name) for name in ("plain", "early", "infinite", "late", "always", "decay")},
-    **{
-        name: partial(between, name)
-        for name in (
-            *("change rate", "read gradients", "scale gradients", "write gradients", "assign gradients", "add gradients", "begin anew"),
-            *("never step", "write parameters", "change states", "load states", "look", "clip by torch", "clip first", "save"),
-        )
-    },
-}
+BETWEEN = (
+    *("change rate", "read gradients", "scale gradients", "write gradients", "assign gradients", "add gradients", "begin anew"),
+    *("write parameters", "change states", "load states", "look", "clip by torch", "clip first", "never step", "save"),
+)
+PROGRAMS: dict[str, Stepwise] = {name: partial(gradients, name) for name in ("plain", "early", "infinite", "late", "always", "decay")}
+PROGRAMS |= {name: partial(between, name) for name in BETWEEN}

