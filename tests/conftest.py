@@ -1,7 +1,4 @@
-"""Set before anything imports triton or numba: kernels are interpreted where no GPU is, and the machine's launcher variables do not leak in.
-
-Where tests run in several processes (`make test`), torch in each of them, and in the programs that they start, gets its part of the cores.
-"""
+"""Set before anything imports triton or numba: kernels are interpreted where no GPU is, and the machine's launcher variables do not leak in."""
 
 import gc
 import os
@@ -36,6 +33,12 @@ LONGEST = (
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # xdist's own order, by the number of tests
+    if config.getoption("numprocesses", None) and "TRITON_INTERPRET" in os.environ:  # there is no GPU, with which no process can be forked
+        import execnet.gateway_io
+
+        from tests.workers import Worker
+
+        execnet.gateway_io.Popen2IOMaster = Worker
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

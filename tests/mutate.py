@@ -87,10 +87,10 @@ def broken(file: str, number: int, seed: int) -> list[Mutant]:
     def source(node: ast.AST) -> str:
         return ast.get_source_segment(text, node) or ""
 
-    def change(node: ast.AST, new: str) -> None:
-        start, stop = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
+    def change(node: Any, new: str) -> None:
+        start, stop = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
         changed = (data[:start] + new.encode() + data[stop:]).decode()
-        found[start, stop, new] = Mutant(file, node.lineno, " ".join(f"{source(node)}  ->  {new}".split()), changed)  # type: ignore[attr-defined]
+        found[start, stop, new] = Mutant(file, node.lineno, " ".join(f"{source(node)}  ->  {new}".split()), changed)
 
     for node in ast.walk(ast.parse(text)):
         conditions = [node.test] if isinstance(node, (ast.If, ast.While, ast.IfExp)) else node.ifs if isinstance(node, ast.comprehension) else []

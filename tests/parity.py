@@ -33,22 +33,19 @@ class Case:
     dtype: str = "fp32"
     accumulation: int = 1
     model: str = "plain"
-    optimizer: str = "AdamW"
+    optimizer: str = "AdamW"  # "CPUAdam": AdamW of zk's own engine
     tier: str = "host"
     clip: float | None = 0.5
     no_sync: bool = False
-    steps: int = 10
+    steps: int = 3  # the third one uses every buffer again, and every order is known by then
     prefetch: int = 1
-    tolerance: float = 0.0  # 0: bitwise
     adversary: bool = False  # tier "nvme": transfers come late, in any order, into memory that holds NaN
-    overlap_step: bool = False
+    overlap_step: bool | str = False
     params: str = ""  # their tier at stage 3, if not ``tier``
     budgets: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
-        default = Case()
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return "-".join(f"{name}={value}" for name, value in values.items() if value != getattr(default, name)) or "default"
+        return "-".join(f"{name}={value}" for name, value in vars(self).items() if value != getattr(Case, name)) or "default"
 
 
 class Lion(torch.optim.Optimizer):
@@ -75,6 +72,10 @@ class Lion(torch.optim.Optimizer):
 
 # options that change the arithmetic, or what is kept
 OPTIONS: dict[str, dict[str, Any]] = {
+    "AdamW": {"betas": (0.9, 0.95)},
+    "CPUAdam": {"betas": (0.9, 0.95)},
+    "Adam": {"amsgrad": True},
+    "SGD": {"momentum": 0.9, "nesterov": True},
     "RMSprop": {"momentum": 0.9, "centered": True},
     "NAdam": {"decoupled_weight_decay": True, "momentum_decay": 0.1},
     "RAdam": {"decoupled_weight_decay": False},
@@ -87,49 +88,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def make_optimizer(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Two groups with different decay and rate, and the options that change the arithmetic."""
-    matrices = [p for p in params if p.ndim >= 2]
-    vectors = [p for p in params if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-3}]
-    if name == "AdamW":
-        return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
-    if name == "Adam":
-        return torch.optim.Adam(groups, lr=1e-2, amsgrad=True, maximize=False)
-    if name == "SGD":
-        return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)
-    if name == "Lion":
-        return Lion(groups, lr=1e-2)
-    return getattr(torch.optim, name)(groups, lr=1e-2, foreach=False, **OPTIONS.get(name, {}))  # type: ignore[no-any-return]
+    groups = [{"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.1}]
+    groups += [{"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0, "lr": 3e-3}]
+    kind: Any = {"Lion": Lion, "CPUAdam": torch.optim.AdamW}.get(name) or getattr(torch.optim, name)
+    return kind(groups, lr=1e-2, **OPTIONS.get(name, {}))  # type: ignore[no-any-return]
+
+
+def plain_optimizer(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """What trains in plain torch: the same, or CPUAdam over whole parameters."""
+    inner = make_optimizer(name, params)
+    return CPUAdam(inner.param_groups, lr=1e-2, betas=inner.defaults["betas"], engine="numba") if name == "CPUAdam" else inner
 
 
 def forward(model: nn.Module, ids: Tensor, step: int) -> Tensor:
     return loss_of(model, ids, branch=step % 3 == 1) if getattr(model, "variant", "") == "sometimes" else loss_of(model, ids)
-
-
-def compare(what: str, got: Tensor, want: Tensor, tolerance: float) -> str:
-    """Bitwise at tolerance 0; otherwise by the largest difference, relative to the largest value."""
-    if got.shape != want.shape or got.dtype != want.dtype:
-        return f"{what}: {got.dtype} {tuple(got.shape)} instead of {want.dtype} {tuple(want.shape)}"
-    if torch.equal(got, want):
-        return ""
-    worst = (got.float() - want.float()).abs().max().item() / max(want.float().abs().max().item(), 1e-30)
-    return f"{what}: differs by {worst:.3g} of its largest value" if not worst <= tolerance else ""
-
-
-def cpu_adam_groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The AdamW of ``make_optimizer``, on the numba engine."""
-    matrices, vectors = [p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-3}]
-    return CPUAdam(groups, lr=1e-2, betas=(0.9, 0.95), engine="numba")
-
-
-def run_numba_case(case: Case) -> str:
-    """As ``run_case`` on the numba engine, against plain torch training that steps with CPUAdam."""
-    return _run(case, "numba")
-
-
-def run_case(case: Case) -> str:
-    """zk on the torch engine against plain torch training with torch's own optimizer."""
-    return _run(case, "torch")
 
 
 def run_case_with(case: Case, make: Any, plain: Any = None, **options: Any) -> str:
@@ -137,46 +109,34 @@ def run_case_with(case: Case, make: Any, plain: Any = None, **options: Any) -> s
     original = zk.ZeroOptimizer
     with (
         mock.patch(f"{__name__}.make_optimizer", make),
-        mock.patch(f"{__name__}.plain_optimizer", lambda name: functools.partial(plain or make, name)),
+        mock.patch(f"{__name__}.plain_optimizer", plain or make),
         mock.patch.object(zk, "ZeroOptimizer", lambda *given, **own: original(*given, **own, **options)),
     ):
         return run_case(case)
 
 
-def plain_optimizer(name: str) -> Any:
-    """The function that makes the optimizer of plain training over parameters."""
-    return cpu_adam_groups if name == "numba" else functools.partial(make_optimizer, name)
-
-
 @functools.cache
 def plain_training(
-    variant: str, dtype: str, optimizer: str, world: int, accumulation: int, local: bool, steps: int, clip: float | None, loss_scale: float,
+    model: str, optimizer: str, loss_scale: float, dtype: torch.dtype, world: int, accumulation: int, local: bool, steps: int, clip: float | None
 ) -> tuple[list[float], list[Tensor], dict[int, dict[str, Any]]]:
-    """Losses of rank 0, parameters and the optimizer's state after training in plain torch, of ``optimizer`` "numba" with CPUAdam.
+    """Losses of rank 0, parameters and the optimizer's state after training in plain torch.
 
     Computed once for all the stages and tiers that are compared with it, and where there are ranks, by the first one for all of them.
     """
     found: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.manual_seed(0)
-        losses, trained, _, plain = train_plain(
-            GPT(variant),
-            plain_optimizer(optimizer),
-            dtype=DTYPES[dtype],
-            world=world,
-            accumulation=accumulation,
-            local=local,
-            steps=steps,
-            clip=clip,
-            loss_scale=loss_scale,
-            forward=forward,
-        )
-        states = plain.state_dict()["state"]
-        state = {key: {name: torch.as_tensor(value).cpu() for name, value in values.items()} for key, values in states.items()}
-        found = [(losses, [param.detach().cpu() for param in trained.parameters()], state)]
+        how: dict[str, Any] = {"world": world, "accumulation": accumulation, "local": local, "steps": steps, "clip": clip, "loss_scale": loss_scale}
+        losses, trained, _, plain = train_plain(GPT(model), functools.partial(plain_optimizer, optimizer), dtype=dtype, forward=forward, **how)
+        found = [(losses, [param.detach().cpu() for param in trained.parameters()], state_of(plain))]
     if dist.is_initialized():
         dist.broadcast_object_list(found, 0)
     return found[0]  # type: ignore[no-any-return]
+
+
+def state_of(optimizer: Any) -> dict[int, dict[str, Tensor]]:
+    states = optimizer.state_dict()["state"].items()
+    return {key: {name: torch.as_tensor(value).cpu() for name, value in values.items()} for key, values in states}
 
 
 @contextlib.contextmanager
@@ -185,35 +145,31 @@ def drive(case: Case) -> Iterator[dict[str, object]]:
     if case.tier != "nvme":
         yield {}
         return
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        if case.adversary:
-            stack.enter_context(adversarial_drive())
+    with tempfile.TemporaryDirectory() as folder, adversarial_drive() if case.adversary else contextlib.nullcontext():
         yield {"nvme_path": folder}
         assert os.listdir(folder) == [], "the scratch folder is still there"
 
 
-def _run(case: Case, engine: str) -> str:
-    with drive(case) as options, small_chunks():
-        copies, pinned = softgpu.stats["copies"], softgpu.pinned_nbytes() if softgpu.installed() else 0
-        with mock.patch.dict(os.environ, {"ZK_CPU_ADAM": engine}):
-            default_engine.cache_clear()
-            lines = [_run_on(case, engine, options)]
+def run_case(case: Case) -> str:
+    """zk on the torch engine against plain torch training with torch's own optimizer; "CPUAdam" on the numba engine against that."""
+    engine = "numba" if case.optimizer == "CPUAdam" else "torch"
+    copies, pinned = softgpu.stats["copies"], softgpu.pinned_nbytes() if softgpu.installed() else 0
+    with drive(case) as options, small_chunks(), mock.patch.dict(os.environ, {"ZK_CPU_ADAM": engine}):
         default_engine.cache_clear()
+        lines = differing(case, options)
+    default_engine.cache_clear()
     if softgpu.installed():
         lines += ["no copies between device and host"] * (case.tier == "host" and softgpu.stats["copies"] == copies)
         lines += softgpu.found() + [f"{nbytes} bytes are still page-locked" for nbytes in [softgpu.pinned_nbytes() - pinned] if nbytes > 0]
-    return "\n".join(line for line in lines if line)
+    return "\n".join(lines)
 
 
-def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
+def differing(case: Case, options: dict[str, object]) -> list[str]:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     scale = 1024.0 if case.dtype == "fp16" else 1.0
     local = case.accumulation > 1 and (world == 1 or case.stage == 1 or case.no_sync)  # of one micro-batch both ways are the same
-    kind = "numba" if engine == "numba" else case.optimizer
-    losses, trained, want_state = plain_training(
-        case.model, case.dtype, kind, world, case.accumulation, local, case.steps, case.clip, scale
-    )
+    arithmetic = (DTYPES[case.dtype], world, case.accumulation, local, case.steps, case.clip)
+    losses, trained, want_state = plain_training(case.model, case.optimizer, scale, *arithmetic)
     torch.manual_seed(0)
     model = GPT(case.model)
     if rank:
@@ -228,40 +184,35 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
         clip_grad_norm=case.clip,
         loss_scale=scale if scale != 1 else None,
         overlap_step=case.overlap_step,
-        prefetch=case.prefetch if case.stage == 3 else 1,
+        prefetch=case.prefetch,
         **options,
         **dict(case.budgets),
     )
     mine = []
     for step in range(case.steps):
-        batches = [batch(1000 * step + 10 * micro + rank) for micro in range(case.accumulation)]
-        for micro, ids in enumerate(batches):
-            loss = forward(model, ids, step)
+        for micro in range(case.accumulation):
+            loss = forward(model, batch(1000 * step + 10 * micro + rank), step)
             mine.append(loss.item())
-            if case.no_sync and micro < case.accumulation - 1:
-                with optimizer.no_sync():
-                    optimizer.backward(loss)
-            else:
+            with optimizer.no_sync() if case.no_sync and micro < case.accumulation - 1 else contextlib.nullcontext():
                 optimizer.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
     optimizer.synchronize()
-    found = []
-    if rank == 0 and case.tolerance == 0 and mine != losses:
-        found.append(f"losses {mine} instead of {losses}")
+    found = [f"losses {mine} instead of {losses}"] * (rank == 0 and mine != losses)
     with zk.gather(model.parameters()):
-        for (name, got), want in zip(model.named_parameters(), trained, strict=True):
-            found.append(compare(name, got.detach().cpu(), want, case.tolerance))
+        pairs = [(name, got.detach().cpu(), want) for (name, got), want in zip(model.named_parameters(), trained, strict=True)]
     if case.stage < 3 or world == 1:
-        got_state = optimizer.state_dict()["state"]
-        if set(want_state) != set(got_state):
-            found.append(f"state of parameters {sorted(got_state)} instead of {sorted(want_state)}")
-        for key in set(want_state) & set(got_state):
-            mine = got_state[key]
-            for name, value in want_state[key].items():
-                found.append(compare(f"state {key} {name}", torch.as_tensor(mine[name]).cpu(), value, case.tolerance))
+        state = state_of(optimizer)
+        found += [f"state of parameters {sorted(state)} instead of {sorted(want_state)}"] * (state.keys() != want_state.keys())
+        common = [(key, name, value) for key in state.keys() & want_state.keys() for name, value in want_state[key].items()]
+        pairs += [(f"state {key} {name}", state[key][name], value) for key, name, value in common]
     optimizer.close()
-    return "\n".join(line for line in found if line)
+    for what, got, want in pairs:
+        if got.shape != want.shape or got.dtype != want.dtype:
+            found.append(f"{what}: {got.dtype} {tuple(got.shape)} instead of {want.dtype} {tuple(want.shape)}")
+        elif not torch.equal(got, want):
+            found.append(f"{what}: differs by {(got.float() - want.float()).abs().max().item():.3g}")
+    return found
 
 
 # ---- a user's program, with an add-on and without -------------------------------------------------------------------------

@@ -29,19 +29,19 @@ from tests.world import processes
 ROOT = Path(__file__).parent.parent
 
 
-def _execute(arguments: tuple[str, ...]) -> None:
-    """Do what ``python *arguments`` does: ``-c program``, ``-m module`` or a path, and their arguments."""
-    if arguments[0] == "-m":
-        sys.argv = [*arguments[1:]]
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    elif arguments[0] == "-c":
-        sys.argv = ["-c", *arguments[2:]]
-        sys.modules["__main__"] = main = types.ModuleType("__main__")
-        exec(compile(arguments[1], "<string>", "exec"), main.__dict__)
-    else:
+def _execute(how: str, *arguments: str) -> None:
+    """Do what ``python how *arguments`` does: ``-c program``, ``-m module`` or a path, and their arguments."""
+    if how == "-m":
         sys.argv = [*arguments]
-        sys.path.insert(0, str(Path(arguments[0]).parent))
-        runpy.run_path(arguments[0], run_name="__main__")
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    elif how == "-c":
+        sys.argv = ["-c", *arguments[1:]]
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(compile(arguments[0], "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv = [how, *arguments]
+        sys.path.insert(0, str(Path(how).parent))
+        runpy.run_path(how, run_name="__main__")
 
 
 def _main(arguments: tuple[str, ...], environment: dict[str, str], stdout: Connection, stderr: Connection) -> None:
@@ -62,7 +62,7 @@ def _main(arguments: tuple[str, ...], environment: dict[str, str], stdout: Conne
         softgpu.install()
         races = softgpu.found
     try:
-        _execute(arguments)
+        _execute(*arguments)
     except SystemExit as end:
         code = end.code
         if isinstance(code, str):
@@ -101,12 +101,11 @@ class Program:
     def returncode(self) -> int | None:
         return self.process.exitcode
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number: int = signal.SIGKILL) -> None:
         if self.returncode is None:
             os.kill(self.pid, number)
 
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+    kill = send_signal
 
     def wait(self, timeout: float = 300.0) -> int:
         """Return its exit status, as subprocess does."""
@@ -123,7 +122,8 @@ class Program:
             with contextlib.closing(stream):
                 said[number] = stream.read()
 
-        readers = [threading.Thread(target=read, args=one, daemon=True) for one in enumerate((self.stdout, self.stderr)) if not one[1].closed]
+        streams = enumerate((self.stdout, self.stderr))
+        readers = [threading.Thread(target=read, args=(number, stream), daemon=True) for number, stream in streams if not stream.closed]
         for reader in readers:
             reader.start()
         self.wait(timeout)

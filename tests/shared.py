@@ -1,10 +1,13 @@
 """What every rank needs, imported once by the process that ranks are forked from: seconds of a core for each of them otherwise."""
 # ruff: noqa: E402, F401
 
+import atexit
 import gc
 import os
 
 gc.disable()  # for as long as this takes
+said = os.dup(2)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what packages lack here is heard where they are tested
 
 if os.environ.get("ZK_SOFTGPU") != "1":  # (whose ranks use none of these)
     import bitsandbytes
@@ -26,6 +29,9 @@ import zk.optimizer
 
 numba.njit(lambda array: array[0]).compile((numba.float32[::1],))  # with the first function numba sets itself up: a tenth of a second of each rank
 
+os.dup2(said, 2)
+os.close(said)
 gc.enable()
 gc.collect()
 gc.freeze()  # ranks neither look through a million objects of torch, nor copy the pages that have them
+atexit.register(gc.unfreeze)  # C extensions look at the end whether all of theirs is gone

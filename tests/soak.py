@@ -92,16 +92,14 @@ def soak(kills: int, seed: int, settings: Sequence[str], folder: Path, say: bool
         setting, beside = dice.choice(list(settings)), dice.random() < 0.5
         delay, victim = dice.uniform(0, 0.06), dice.randrange(ranks)
         wanted = 0 if dice.random() < 0.2 else saved + dice.randint(1, 8)
-        said = one_life(folder, setting, beside, wanted, delay, ranks, victim)
-        for what, number, *more in said:
+        for what, number, *more in one_life(folder, setting, beside, wanted, delay, ranks, victim):
             step = int(number)
             if what == "from":
                 assert step >= saved, f"kill {kill}: {saved} steps were saved, and it goes on from {step}"
             elif what == "saved":
                 saved = step
             else:
-                while len(known) <= step:
-                    known.append(stepped(*unbroken, len(known)))
+                known += [stepped(*unbroken, number) for number in range(len(known), step + 1)]
                 assert more == known[step], f"life {kill} ({setting}): step {step} has loss and state {more}; the unbroken run has {known[step]}"
         if say:
             print(f"{kill + 1:3} of {kills}: {setting:18} {'beside' * beside:6} saved {saved:4}, rank {victim} killed, same", flush=True)

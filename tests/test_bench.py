@@ -19,20 +19,17 @@ sys.path.append(str(ROOT / "benchmarks"))  # where pytest has it for the benchma
 import report  # noqa: E402
 from cases import adam, kernels, link  # noqa: E402
 
-FAILING = "def test_always(benchmark): raise RuntimeError\n"
-
 
 def test_each_benchmark_runs_once_and_the_report_has_a_row_of_it(tmp_path: Path) -> None:
     """Torch's compiler is left out: it takes longer than all others together."""
     failing = tmp_path / "bench_failing.py"
-    failing.write_text(FAILING)
+    failing.write_text("def test_always(benchmark): raise RuntimeError\n")
     files = [str(path) for path in sorted((ROOT / "benchmarks").glob("bench_*.py"))]
     found = tmp_path / "bench.json"
-    environment = {**os.environ, "ZK_BENCH_SMALL": "1", "ZK_BENCH_NVME": str(tmp_path / "drive")}
-    for name in [name for name in environment if name.startswith("PYTEST_XDIST")]:
-        del environment[name]  # where it sees one of these, pytest-benchmark times nothing
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}  # with which pytest-benchmark times nothing
+    environment = {**own, "ZK_BENCH_SMALL": "1", "ZK_BENCH_NVME": str(tmp_path / "drive"), "PYTHONPATH": str(ROOT)}
     options = ["-k", "not compile", "-p", "no:cacheprovider", "-p", "no:xdist", f"--benchmark-json={found}"]
-    done = run("-m", "pytest", *options, *files, str(failing), env={**environment, "PYTHONPATH": str(ROOT)})
+    done = run("-m", "pytest", *options, *files, str(failing), env=environment)
     assert done.returncode == 1 and " 1 failed" in f" {done.stdout.splitlines()[-1]}", done.stdout[-3000:]
     rows = json.loads(found.read_text())
     text = report.table(rows)
@@ -55,13 +52,10 @@ def test_a_wrong_result_is_not_timed() -> None:
         link.measure(1 << 20, 1, cpu)
 
 
-def row(name: str, median: float, **extra: Any) -> dict[str, Any]:
-    stats = {"median": median}
-    return {"group": "job", "name": name, "param": name, "params": None, "stats": stats, "extra_info": extra}
-
-
 def test_the_report_names_references_and_compares_with_zks_main_row() -> None:
-    rows = [row("torch", 1.0), row("zk", 2.0, device="cpu"), row("zk_other", 3e-5, device="H100")]
+    medians = {"torch": (1.0, {}), "zk": (2.0, {"device": "cpu"}), "zk_other": (3e-5, {"device": "H100"})}
+    common: dict[str, Any] = {"group": "job", "params": None}
+    rows = [common | {"name": name, "param": name, "stats": {"median": median}, "extra_info": extra} for name, (median, extra) in medians.items()]
     machine = {"cpu": {"brand_raw": "CPU", "count": 2}, "python_version": "3.11"}
     text = report.table({"datetime": "2026-01-01T00", "machine_info": machine, "benchmarks": rows})
     assert "| torch | 1 s |  | 0.50 |" in text and "| zk (reference) | 2 s | cpu | 1.00 |" in text

@@ -51,8 +51,6 @@ def command_lines(text: str) -> Iterator[str]:
     yield from code_spans(text)
 
 
-# ---- Python ------------------------------------------------------------------------------------------------------------------------
-
 RUNNER = """
 import json, os, sys, tempfile, traceback, torch
 torch.set_num_threads(1)
@@ -74,10 +72,9 @@ with open(sys.argv[2], "w") as file:
 
 
 def test_the_programs_of_each_page_run_one_after_the_other(tmp_path: Path) -> None:
-    """One process runs them all: what a program takes with its first optimizer is more than most pages take."""
     programs = {name_of(page): [(content, line) for language, content, line in blocks(page.read_text()) if language == "python"] for page in PAGES}
     programs["README.md"].insert(1, ("assert optimizer.metrics()['steps'] == 3 and optimizer.config.stage == 3", 1))
-    # one thread, as if other ranks had the other cores: on a busy machine several wait for each other longer than these models compute
+    # as if other ranks had the other cores: on a busy machine several threads wait for each other longer than these models compute
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "LOCAL_WORLD_SIZE": str(os.cpu_count())}
     pages, found = tmp_path / "pages.json", tmp_path / "failures.json"
     pages.write_text(json.dumps(programs))
@@ -86,18 +83,14 @@ def test_the_programs_of_each_page_run_one_after_the_other(tmp_path: Path) -> No
     assert not failures, "\n".join(failures.values())
 
 
-def test_the_first_program_is_the_same_everywhere() -> None:
+def test_the_first_program_is_the_same_everywhere_and_what_a_comment_excepts_says_why() -> None:
     first, on_index = (next(content for language, content, _ in blocks(page.read_text()) if language == "python") for page in PAGES[:2])
     code = [re.sub(r"\s+#.*", "", program) for program in (first, on_index)]
     assert code[0] == code[1] and "zk.ZeroOptimizer(" in code[0] and "optimizer.step()" in code[0]
-
-
-def test_what_a_comment_excepts_says_why() -> None:
     for text in (page.read_text() for page in PAGES):
         assert text.count("<!-- not run") == len(re.findall(r"^<!-- not run: \S.*-->\n```", text, re.MULTILINE)), "a comment before no block"
 
 
-# ---- the command line --------------------------------------------------------------------------------------------------------------
 
 
 def check_zk(arguments: str) -> None:
@@ -116,35 +109,24 @@ def check_zk(arguments: str) -> None:
         assert any(reason in str(error) for reason in may_be), f"zk {arguments}: {error}"
 
 
-@pytest.mark.parametrize("page", [page for page in ALL if page.name != "what_left.md"], ids=name_of)
-def test_commands_and_their_options_exist(page: Path) -> None:
-    for line in command_lines(page.read_text()):
-        if found := COMMAND.fullmatch(line.strip()):
-            check_zk(found[1] or "")
+def test_commands_and_their_options_exist() -> None:
+    for page in ALL:
+        for line in command_lines(page.read_text()) if page.name != "what_left.md" else ():
+            if found := COMMAND.fullmatch(line.strip()):
+                check_zk(found[1] or "")
+    for wrong in ("traim", "train --stepps 3", "train --steps many", "plan gpt:1b extra", "plan gpt:1b --tokens 0"):
+        with pytest.raises(AssertionError):
+            check_zk(wrong)
 
 
-@pytest.mark.parametrize("wrong", ("traim", "train --stepps 3", "train --steps many", "plan gpt:1b extra", "plan gpt:1b --tokens 0"))
-def test_a_command_that_is_not_there_is_noticed(wrong: str) -> None:
-    with pytest.raises(AssertionError):
-        check_zk(wrong)
-
-
-def test_every_command_is_on_the_page_of_commands() -> None:
+def test_every_command_is_on_the_page_of_commands_and_targets_of_make_exist() -> None:
     text = (ROOT / "docs" / "reference" / "command_line.md").read_text()
     for name in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
         assert f"`zk {name}" in text, f"{name} is not on the page"
-
-
-def test_targets_of_make_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
-    named = {
-        (name_of(page), target)
-        for page in ALL
-        for line in command_lines(page.read_text())
-        for target in re.findall(r"^(?:\w+=\S+ )*make ([a-z][a-z-]*)", line)
-    }
-    assert ("README.md", "train") in named and ("README.md", "test") in named
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    typed = [(name_of(page), line) for page in ALL for line in command_lines(page.read_text())]
+    named = {(page, target) for page, line in typed for target in re.findall(r"^(?:\w+=\S+ )*make ([a-z][a-z-]*)", line)}
+    assert {("README.md", "train"), ("README.md", "test")} <= named
     assert {target for _, target in named} <= targets, sorted(named)
 
 
@@ -167,24 +149,20 @@ def test_the_slurm_script_is_bash_and_starts_what_exists(tmp_path: Path) -> None
     assert started("mine.py", "--two words", "x")[-3:] == ["mine.py", "--two words", "x"]
 
 
-# ---- paths, links, messages ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("page", ALL, ids=name_of)
-def test_paths_and_links_exist(page: Path) -> None:
-    text = page.read_text()
-    for target in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", text)):
-        if not re.match(r"[a-z]+://|#", target):
-            assert (page.parent / target.partition("#")[0]).exists(), f"{name_of(page)} links to {target}"
-    named = [path for span in code_spans(text) for path in re.findall(rf"(?:^|\s){PATH}", span)]
-    tree = [path for language, content, _ in blocks(text) if language == "" for path in re.findall(rf"^{PATH}", content, re.MULTILINE)]
-    for path in (*named, *tree):
-        assert (ROOT / path).exists(), f"{name_of(page)} names {path}"
+def test_paths_and_links_exist() -> None:
+    for page in ALL:
+        text = page.read_text()
+        for target in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", text)):
+            if not re.match(r"[a-z]+://|#", target):
+                assert (page.parent / target.partition("#")[0]).exists(), f"{name_of(page)} links to {target}"
+        named = [path for span in code_spans(text) for path in re.findall(rf"(?:^|\s){PATH}", span)]
+        tree = [path for language, content, _ in blocks(text) if language == "" for path in re.findall(rf"^{PATH}", content, re.MULTILINE)]
+        for path in (*named, *tree):
+            assert (ROOT / path).exists(), f"{name_of(page)} names {path}"
 
 
 def messages_in_the_code() -> list[str]:
     """Every string in zk that is no docstring, with … for what is put into it."""
-    found = set()
 
     def shown(node: ast.AST) -> str:
         if isinstance(node, ast.JoinedStr):
@@ -193,11 +171,9 @@ def messages_in_the_code() -> list[str]:
             return shown(node.left) + shown(node.right)
         return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "…"
 
-    for path in sorted((ROOT / "zk").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Expr):  # of which docstrings are
-                found |= {shown(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.JoinedStr | ast.Constant | ast.BinOp)}
-    return [message for message in found if len(message) > 10]
+    nodes = [node for path in sorted((ROOT / "zk").rglob("*.py")) for node in ast.walk(ast.parse(path.read_text())) if not isinstance(node, ast.Expr)]
+    strings = (child for node in nodes for child in ast.iter_child_nodes(node) if isinstance(child, ast.JoinedStr | ast.Constant | ast.BinOp))
+    return [message for message in {shown(child) for child in strings} if len(message) > 10]
 
 
 def test_messages_that_are_explained_are_those_of_the_code() -> None:
@@ -212,18 +188,10 @@ def test_messages_that_are_explained_are_those_of_the_code() -> None:
         assert any(map(fixed.search, messages)), f"no message of zk says: {heading}"
 
 
-def test_the_site_shows_all_of_a_line_of_code() -> None:
+def test_the_site_shows_every_page_and_all_of_a_line_of_code() -> None:
     """Its column has 84 characters."""
-    wide = [
-        f"{name_of(page)}:{first + number}"
-        for page in ALL
-        for language, content, first in blocks(page.read_text())
-        for number, line in enumerate(content.splitlines())
-        if language in ("python", "diff", "sh", "json") and len(line) > 84
-    ]
+    lines = [(page, language, line) for page in ALL for language, content, _ in blocks(page.read_text()) for line in content.splitlines()]
+    wide = [f"{name_of(page)}: {line}" for page, language, line in lines if language in ("python", "diff", "sh", "json") and len(line) > 84]
     assert not wide, "\n".join(wide)
-
-
-def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert listed == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}

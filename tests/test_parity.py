@@ -7,23 +7,21 @@ a correctly rounded square root, is compared with it in test_cpu_adam.py and, ac
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.parity import Case, run_case, run_numba_case
-from tests.world import call, run_world
+from tests.parity import Case, run_case
+from tests.world import run_world
 
 pytestmark = pytest.mark.usefixtures("torch_engine")  # and no case leaves its own behind
 
 TIERS, DTYPES = ("device", "host", "nvme"), ("bf16", "fp32", "fp16")
 # each in its own way: shared, frozen, without a gradient always or at times, used twice, elsewhere, or as the data say; called again in backward
 MODELS = ("plain", "tied", "unused", "frozen", "checkpointed_reentrant", "sometimes", "elsewhere", "experts", "experts_checkpointed")
-MICRO_BATCHES: tuple[dict[str, Any], ...] = ({}, {"accumulation": 3}, {}, {"accumulation": 2, "no_sync": True})
+MICRO_BATCHES: tuple[dict[str, Any], ...] = ({}, {"accumulation": 3, "steps": 2}, {"clip": None}, {"accumulation": 2, "no_sync": True, "steps": 2})
 AT_STAGE_3: tuple[dict[str, Any], ...] = ({}, {"prefetch": 0}, {"prefetch": 3})
 # One process: each stage with each tier in each precision, and each stage with each model, which meets another tier and precision at each of them.
 # Every second drive is late and out of order.
@@ -40,23 +38,26 @@ ALONE = [
     for stage in (0, 1, 2, 3)
     for (at, tier), (number, dtype) in itertools.product(enumerate(TIERS), enumerate(DTYPES))
 ]
-PLAIN = [Case(stage=stage, dtype="bf16", clip=None if stage % 2 else 0.5) for stage in (0, 1, 2, 3)]
 OVERLAPPED = [
     Case(stage=3, dtype="bf16", overlap_step=True),
     Case(stage=3, dtype="bf16", model="tied", tier="nvme", overlap_step=True),
 ]
-# beyond AdamW: parameters of one unit with other step counts each; masters, gradients that are clipped; slices that begin anywhere
+# beyond AdamW: parameters of one unit with other step counts each; masters, gradients that are clipped; slices that begin anywhere.
+# A branch is used at the second step and at the fifth one.
 OPTIMIZERS = [
     *(
-        Case(stage=index % 4, dtype=("bf16", "fp32")[index % 2], model="sometimes", optimizer=name)
+        Case(stage=index % 4, dtype=("bf16", "fp32")[index % 2], model="sometimes", optimizer=name, steps=5)
         for index, name in enumerate(("RMSprop", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "Rprop", "ASGD", "SGD", "Adam"))
     ),
     Case(stage=3, dtype="bf16", optimizer="RMSprop", tier="nvme", adversary=True),
-    Case(stage=2, dtype="fp16", optimizer="NAdam", tier="nvme", accumulation=2),
+    Case(stage=2, dtype="fp16", optimizer="NAdam", tier="nvme", accumulation=2, steps=2),
     Case(stage=3, dtype="bf16", optimizer="Adagrad", overlap_step=True, clip=None),
 ]
 # by the numba engine, against CPUAdam on whole parameters: flat buffers, slices and ranks change nothing
-NUMBA = [Case(stage=stage, dtype=dtype, accumulation=2, clip=None) for stage, dtype in ((1, "fp16"), (2, "fp32"), (3, "bf16"))]
+NUMBA = [
+    Case(stage=stage, dtype=dtype, accumulation=2, steps=2, clip=None, optimizer="CPUAdam")
+    for stage, dtype in ((1, "fp16"), (2, "fp32"), (3, "bf16"))
+]
 # Two ranks: what they send and when. Each stage with each tier, each of them in each precision; experts over ranks have a file of their own.
 OF_RANKS = ("plain", "sometimes", "tied", "elsewhere", "frozen", "checkpointed_reentrant")
 TWO = [
@@ -73,8 +74,7 @@ TWO = [
 ] + [
     Case(stage=1, dtype="bf16", model="sometimes", optimizer="NAdam"),
     Case(stage=2, dtype="bf16", model="experts_checkpointed"),
-    Case(stage=3, dtype="bf16", accumulation=3, no_sync=True),
-    *(Case(stage=stage, dtype="bf16", model="checkpointed_reentrant", accumulation=3, no_sync=True) for stage in (2, 3)),
+    *(Case(stage=stage, dtype="bf16", model="checkpointed_reentrant", accumulation=3, no_sync=True, steps=2) for stage in (2, 3)),
     Case(stage=1, dtype="fp16", model="checkpointed_reentrant"),
     Case(stage=3, dtype="bf16", optimizer="SGD", clip=None),
     *OVERLAPPED,
@@ -83,34 +83,17 @@ TWO = [
 THREE = [
     Case(stage=0, dtype="fp16", tier="device"),
     *(Case(stage=stage, dtype="bf16", model=model) for stage, model in ((1, "tied"), (2, "sometimes"), (3, "frozen"))),
-    Case(stage=3, tier="nvme", model="elsewhere", accumulation=2),
+    Case(stage=3, tier="nvme", model="elsewhere", accumulation=2, steps=2),
 ]
-BY_WORLD: dict[int, list[tuple[Callable[[Case], str], Case]]] = {
-    1: [*((run_case, case) for case in (*ALONE, *PLAIN, *OVERLAPPED, *OPTIMIZERS)), *((run_numba_case, case) for case in NUMBA)],
-    2: [*((run_case, case) for case in TWO), (run_numba_case, NUMBA[0])],
-    3: [(run_case, case) for case in THREE],
-}
-
-
-def trained(case: Case, world: int) -> Case:
-    """With as many steps as show all of it: the third one uses every buffer again, and every order is known by then. A branch is used at the second
-    step and at the fifth one."""
-    is_long = case.model == "sometimes" and case.optimizer != "AdamW" and world == 1
-    has_many = case.accumulation > 1 and not case.overlap_step  # passes, of which each uses the buffers of the one before
-    return dataclasses.replace(case, steps=5 if is_long else 2 if has_many else 3)
+BY_WORLD = {1: [*ALONE, *OVERLAPPED, *OPTIMIZERS, *NUMBA], 2: [*TWO, NUMBA[0]], 3: THREE}
 
 
 @functools.cache
-def results(world: int) -> dict[tuple[Any, Case], list[Any]]:
+def results(world: int) -> dict[Case, list[Any]]:
     """A world is spawned when its first case is asked for, and runs all of them."""
-    jobs = [(function, trained(case, world)) for function, case in BY_WORLD[world]]
-    return dict(zip(BY_WORLD[world], run_world(world, call, jobs), strict=True))
+    return dict(zip(BY_WORLD[world], run_world(world, run_case, BY_WORLD[world]), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("world", "function", "case"),
-    [(world, *job) for world, jobs in BY_WORLD.items() for job in jobs],
-    ids=lambda value: value.__name__ if callable(value) else str(value),
-)
-def test_trains_what_plain_torch_trains(world: int, function: Callable[[Case], str], case: Case) -> None:
-    assert results(world)[function, case] == [""] * world
+@pytest.mark.parametrize(("world", "case"), [(world, case) for world, cases in BY_WORLD.items() for case in cases], ids=str)
+def test_trains_what_plain_torch_trains(world: int, case: Case) -> None:
+    assert results(world)[case] == [""] * world

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import zk
-from tests.models import GPT, batch, loss_of
+from tests.models import GPT, train
 from tests.world import run_world
 
 TIMEOUT_S = 2.0  # of the group in which one rank does not come
@@ -22,20 +22,14 @@ def made(**options: Any) -> tuple[torch.nn.Module, zk.ZeroOptimizer]:
     return model, zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), **{"stage": 2, "optimizer_tier": "host", **options})
 
 
-def step(model: torch.nn.Module, optimizer: zk.ZeroOptimizer, seed: int = 0) -> None:
-    optimizer.backward(loss_of(model, batch(seed)))
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def error_of(call: Any, *arguments: Any, **options: Any) -> tuple[str, float]:
     """What ``call`` raises, and after how many seconds."""
-    begun = time.monotonic()
+    begun, said = time.monotonic(), ""
     try:
         call(*arguments, **options)
     except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - begun
-    return "", time.monotonic() - begun
+        said = f"{type(error).__name__}: {error}"
+    return said, time.monotonic() - begun
 
 
 def gives_up(_: None) -> list[tuple[str, float]]:
@@ -47,7 +41,7 @@ def gives_up(_: None) -> list[tuple[str, float]]:
     if rank:
         model.extra = torch.nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False)
     found.append(error_of(zk.ZeroOptimizer, model, "not an optimizer" if rank else inner, stage=2))
-    step(*made())  # and the third try is as if there had been no other
+    train(*made())  # and the third try is as if there had been no other
     return found
 
 
@@ -76,7 +70,7 @@ def in_part(folder: str) -> str:
     if dist.get_rank() != 1:
         model, optimizer = made(process_group=group, stage=3, overlap_step=True)
         for seed in range(3):
-            step(model, optimizer, seed)
+            train(model, optimizer, start=seed)
             optimizer.save_checkpoint(folder, async_save=True)
         optimizer.synchronize()
         said = (Path(folder) / "latest").read_text()

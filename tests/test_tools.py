@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zk
+from tests.adversary import adversarial_drive
 from tests.world import run_world
 from zk.logs import log, rank_log
 from zk.store import UnitStore
@@ -60,7 +61,7 @@ def ranges(folder: Path) -> list[str]:
 
 def test_a_profile_names_the_phases_of_the_steps_that_it_records(tmp_path: Path) -> None:
     before = UnitStore.update
-    with made(tmp_path) as optimizer:
+    with adversarial_drive(), made(tmp_path) as optimizer:  # which is waited for
         zk.profile(optimizer, tmp_path / "profile", steps=2, skip=1)
         train(optimizer, 4)
         found = ranges(tmp_path / "profile")
@@ -80,26 +81,21 @@ def test_a_profile_names_the_phases_of_the_steps_that_it_records(tmp_path: Path)
         zk.profile(nn.Linear(2, 2), tmp_path)
 
 
-def test_what_zk_logs_begins_with_its_name(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    log.warning("the %s", "one")
-    rank_log.error("the %s", "other")
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "4")  # torchrun's, before ranks are joined
-    log.warning("not said again")
-    rank_log.warning("mine")
-    assert caplog.messages == ["zk: the one", "zk: the other", "zk: rank 1: mine"]
-
-
-def said_by(_: None) -> list[str]:
-    """What a rank says for all of them, and of something of its own."""
+def said(_: None = None) -> list[str]:
+    """What is said for all ranks, and of something of a rank's own."""
     heard: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zk").addHandler(handler)
-    log.warning("for all")
+    log.warning("for %s", "all")
     rank_log.warning("my drive")
+    logging.getLogger("zk").removeHandler(handler)
     return heard
 
 
-def test_the_first_rank_speaks_for_all_and_each_for_itself() -> None:
-    assert run_world(2, said_by, [None]) == [[["zk: rank 0: for all", "zk: rank 0: my drive"], ["zk: rank 1: my drive"]]]
+def test_the_first_rank_speaks_for_all_and_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said() == ["zk: for all", "zk: my drive"]
+    assert run_world(2, said, [None]) == [[["zk: rank 0: for all", "zk: rank 0: my drive"], ["zk: rank 1: my drive"]]]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")  # torchrun's, before ranks are joined
+    assert said() == ["zk: rank 1: my drive"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pickle
@@ -45,29 +46,16 @@ def processes() -> Any:
 
 def call(job: tuple[Callable[[Any], Any], Any]) -> Any:
     """Call a function with a value, for worlds that run the cases of several functions."""
-    function, value = job
-    return function(value)
+    return job[0](job[1])
 
 
 def free_port() -> int:
     """A TCP port on loopback to listen at soon: below those that the system gives out, as other tests have it give out many meanwhile."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port
     raise RuntimeError("none of 100 ports between 20000 and 32000 is free")
-
-
-def _join(rank: int, world: int, rendezvous: str, backend: str, timeout: float) -> None:
-    """Join the ranks; each has a device of its own, and on the software GPU shares one of two."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
-    if backend == "gloo":
-        dist.barrier()  # a rank that ends before another has connected to it would end that one too
 
 
 def _rank_main(
@@ -84,7 +72,11 @@ def _rank_main(
         softgpu.install()
         races = softgpu.found
     function, cases = pickle.loads(work)
-    _join(rank, world, rendezvous, backend, timeout)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())  # one of its own; of the software GPU's one of two
+    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    if backend == "gloo":
+        dist.barrier()  # a rank that ends before another has connected to it would end that one too
     for index, case in enumerate(cases):
         try:
             result = function(case)
