@@ -44,23 +44,14 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
         types = {"base": f"*{tensor}", "flat": f"*{flat}", "tensors": "*i64", "regions": "*i64", "blocks": "*i32"}
         found.append((f"flatten {tensor}, flat {flat}", _move_kernel, types, {"ALIGNED": True, "BLOCK": BLOCK}, {"num_warps": 4}))
     scalars = dict.fromkeys(("scale", "l2", "decay", "lerp", "beta2", "one_minus_beta2", "bc2_sqrt", "eps", "step_size", "step"), "fp32")
-    for param, grad, master, moments in (
-        ("fp32", "fp32", None, "fp32"),
-        ("bf16", "bf16", "*fp32", "fp32"),
-        ("bf16", "bf16", "*i16", "fp32"),
-        ("bf16", "fp32", "*i16", "bf16"),
-        ("bf16", "bf16", "*u8", "u8"),
-        ("fp32", "bf16", None, "u8"),
-    ):
+    layouts = ("fp32", "fp32", None, "fp32"), ("bf16", "bf16", "*fp32", "fp32"), ("bf16", "bf16", "*i16", "fp32")
+    for param, grad, master, moments in (*layouts, ("bf16", "fp32", "*i16", "bf16"), ("bf16", "bf16", "*u8", "u8"), ("fp32", "bf16", None, "u8")):
         types = {"param": f"*{param}", "grad": f"*{grad}", "master": master, "exp_avg": f"*{moments}", "exp_avg_sq": f"*{moments}", **scalars}
         constants = {"FROM_GRAD": False, "L2": False, "SPLIT": master == "*i16", "CODED": moments == "u8", "BLOCK": BLOCK}
         name = f"adam {param}, gradient {grad}, master {master}, moments {moments}"
         found.append((name, _adam_kernel, {**types, "numel": "i64"}, constants, {"num_warps": 8}))
-    for a, out, plus, bias, transposed in (
-        ("bf16", "fp32", "*fp32", None, False),
-        ("bf16", "bf16", "*fp32", "*bf16", False),
-        ("bf16", "bf16", None, None, True),
-    ):
+    forms = ("fp32", "*fp32", None, False), ("bf16", "*fp32", "*bf16", False), ("bf16", None, None, True)
+    for a, (out, plus, bias, transposed) in (("bf16", form) for form in forms):
         for m, n, k, warps, stages in CONFIGS if bias else CONFIGS[:1]:  # other forms in the largest tile: it needs the most registers
             types = {"a": f"*{a}", "b": f"*{a}", "out": f"*{out}", "plus": plus, "bias": bias, "M": "i32", "N": "i32", "K": "i32"}
             # x (m, k) row by row, weight (n, k) as its transpose; or dy^T (m, k) with x (k, n), both rows by rows in memory

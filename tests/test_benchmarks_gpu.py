@@ -23,22 +23,19 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("gpu")
 
 
-def dry_run(folder: Path, *arguments: str) -> tuple[int, str]:
-    """The status and the report of a dry run of its own."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--dry-run", "--out", str(folder), "--nvme", str(folder), *arguments]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
-    return done.returncode, "".join(path.read_text() for path in folder.glob("*.md")) or done.stderr
-
-
 def line(report: str, start: str) -> str:
     found = [one for one in report.splitlines() if one.startswith(start)]
     assert len(found) == 1, (start, found)
     return found[0]
 
 
-def test_floors_and_steps_are_in_the_report_and_a_row_without_time_says_so(tmp_path: Path) -> None:
-    status, report = dry_run(tmp_path, "--sections", "floors,12/torch,12/on_device,14b/auto")
-    assert status == 0 and "A dry run" in report, report
+def test_floors_and_steps_are_in_the_report(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--dry-run", "--out", str(tmp_path), "--nvme", str(tmp_path)]
+    command += ["--sections", "floors,12/torch,12/on_device,14b/auto"]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (report,) = (path.read_text() for path in tmp_path.glob("*.md"))
+    assert "A dry run" in report, report
     for words in ("bf16 product", "link, pinned, both at once", "page-lock", "CPU Adam, 1 threads", "drive, read"):
         assert f"|{words}" in report
     curve, ends = report.split("|row|tokens")[1].split("|row|s|")
@@ -46,10 +43,16 @@ def test_floors_and_steps_are_in_the_report_and_a_row_without_time_says_so(tmp_p
     assert len({loss[:4] for loss in losses}) == 1 and "differ" not in report, losses
     assert curve.count("|14b/auto|") == 3
     assert all(phase in line(ends, "|12/on_device|") for phase in ("done", "built", "pinned", "touched", "first step"))
-    status, report = dry_run(tmp_path / "later", "--sections", "12/stage2", "--minutes", "0")
-    assert status == 0 and "not run" in line(report, "|12/stage2|")
-    status, error = dry_run(tmp_path / "unknown", "--sections", "12/stage2,13")
-    assert status == 1 and "there is no 13; there are floors/device, " in error
+
+
+def test_a_row_without_time_says_so_and_one_that_is_not_there_is_refused(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
+    for sections, said in (("12/stage2", "^False$"), ("12/stage2,13", "^there is no 13; there are floors/device, ")):
+        monkeypatch.setattr(sys, "argv", f"gpu.py --dry-run --minutes 0 --out {tmp_path} --sections {sections}".split())
+        with pytest.raises(SystemExit, match=said):
+            gpu.main()
+    (report,) = tmp_path.glob("*.md")
+    assert "not run" in line(report.read_text(), "|12/stage2|")
 
 
 def test_a_failure_a_crash_and_a_row_over_its_limit_are_told(gpu: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import tempfile
 from pathlib import Path
@@ -29,37 +30,34 @@ def noisy(setting: str, folder: Path, **options: Any) -> Made:
     return run
 
 
-@pytest.mark.parametrize(("setting", "other"), (("2-host", "3-auto"), ("3-auto", "1-device"), ("3-nvme", "0-host"), ("3-host", "3-nvme")))
-def test_training_goes_on_as_if_it_had_not_stopped(setting: str, other: str, tmp_path: Path) -> None:
-    with small_chunks():
-        run = noisy(setting, tmp_path)
-        train(*run, 0, 2)
-        run[1].save_checkpoint(tmp_path / "saved", scheduler=run[2])
-        halfway, drawn = snapshot(*run[:2]), (random.random(), np.random.rand(), torch.rand(1).item())
-        losses, want = train(*run, 2, 3), snapshot(*run[:2])
-        run[1].close()
-        run = noisy(other, tmp_path)
-        loss_of(run[0], batch(5)).backward()  # a gradient that nobody wants
-        run[1].load_checkpoint(tmp_path / "saved", scheduler=run[2])
-        assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
-        assert differ(snapshot(*run[:2]), halfway) == []
-        assert train(*run, 2, 3) == losses and differ(snapshot(*run[:2]), want) == []
-        run[1].close()
-
-
-@pytest.mark.parametrize(("setting", "room"), (("0-host", 0), ("1-device", 60_000), ("3-auto", 0), ("3-nvme", 1 << 30)))
-def test_a_save_beside_training_is_the_state_when_it_was_asked_for(setting: str, room: int, tmp_path: Path) -> None:
-    with small_chunks():
-        run = noisy(setting, tmp_path)
-        train(*run, 0, 2)
+@pytest.mark.parametrize(
+    ("setting", "other", "room"),
+    [
+        *(("2-host", "3-auto", None), ("3-auto", "1-device", None), ("3-nvme", "0-host", None)),
+        *(("0-host", "3-nvme", 0), ("1-device", "3-host", 60_000), ("3-auto", "3-host", 0), ("3-nvme", "3-host", 1 << 30)),  # beside training
+    ],
+)
+@small_chunks()
+def test_training_goes_on_as_if_it_had_not_stopped_from_what_was_when_a_save_was_asked_for(
+    setting: str, other: str, room: int | None, tmp_path: Path
+) -> None:
+    run = noisy(setting, tmp_path)
+    train(*run, 0, 2)
+    halfway = snapshot(*run[:2])
+    with contextlib.nullcontext() if room is None else overtaken(room):
+        run[1].save_checkpoint(tmp_path / "saved", scheduler=run[2], async_save=room is not None)
+        drawn = random.random(), np.random.rand(), torch.rand(1).item()
+        losses = train(*run, 2, 4)
+        run[1].synchronize()
         want = snapshot(*run[:2])
-        with overtaken(room):
-            run[1].save_checkpoint(tmp_path / "saved", scheduler=run[2], async_save=True)
-            losses = train(*run, 2, 4)
-            run[1].close()
-        run = noisy("3-host", tmp_path)
-        run[1].load_checkpoint(tmp_path / "saved", scheduler=run[2])
-        assert differ(snapshot(*run[:2]), want) == [] and train(*run, 2, 4) == losses
+        run[1].close()
+    run = noisy(other, tmp_path)
+    loss_of(run[0], batch(5)).backward()  # a gradient that nobody wants
+    run[1].load_checkpoint(tmp_path / "saved", scheduler=run[2])
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
+    assert differ(snapshot(*run[:2]), halfway) == []
+    assert train(*run, 2, 4) == losses and differ(snapshot(*run[:2]), want) == []
+    run[1].close()
 
 
 def resume_in_ranks(case: tuple[str, str]) -> tuple[list[float], list[float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,12 @@ from zk.offload.cpu_adam import adam_, default_engine, default_threads, sum_of_s
 from zk.offload.cpu_adam_numba import BLOCK
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SIZES = (1, 33, BLOCK - 1, BLOCK, BLOCK + 1, reference.CHUNK + 5)
+LAYOUTS = [
+    *((dtype, None if dtype == torch.float32 else torch.float32, torch.float32) for dtype in DTYPES),
+    (torch.bfloat16, torch.int16, torch.bfloat16),
+    (torch.float32, None, torch.uint8),
+    (torch.bfloat16, torch.uint8, torch.uint8),
+]
 
 
 def gradients(steps: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
@@ -55,60 +61,58 @@ def plain(dtype: torch.dtype, numel: int, steps: int = 10, decoupled: bool = Tru
 
 @pytest.mark.parametrize(("decoupled", "maximize"), ((True, False), (False, True)))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_torch_engine_is_bitwise_torch_optim(dtype: torch.dtype, decoupled: bool, maximize: bool) -> None:
+def test_torch_engine_is_bitwise_torch_optim_and_numba_agrees_to_a_rounding_of_the_square_root(
+    dtype: torch.dtype, decoupled: bool, maximize: bool
+) -> None:
     want = plain(dtype, 1009, decoupled=decoupled, maximize=maximize)
     for split in (True, False):
         param, got = run(dtype, 1009, engine="torch", split_master=split, decoupled=decoupled, maximize=maximize)
         assert torch.equal(param, want["master"].to(dtype)) and all(torch.equal(got[name], value) for name, value in want.items())
+    _, got = run(dtype, 1009, engine="numba", decoupled=decoupled, maximize=maximize)
+    torch.testing.assert_close(got["master"], want["master"], rtol=1e-5, atol=1e-6)
+    for name in ("exp_avg", "exp_avg_sq") if decoupled else ():  # else a gradient has some of the master
+        assert torch.equal(got[name], want[name])
 
 
-@pytest.mark.parametrize("decoupled", (True, False))
-def test_engines_agree_to_a_rounding_of_the_square_root(decoupled: bool) -> None:
-    for dtype in DTYPES:
-        got, want = (run(dtype, 2003, 50, engine=engine, decoupled=decoupled)[1] for engine in ("numba", "torch"))
-        torch.testing.assert_close(got["master"], want["master"], rtol=1e-5, atol=1e-6)
-        for name in ("exp_avg", "exp_avg_sq") if decoupled else ():  # else a gradient has some of the master
-            assert torch.equal(got[name], want[name])
-
-
-@pytest.mark.parametrize("numel", SIZES)
-@pytest.mark.parametrize("engine", ("numba", "torch"))
-def test_split_master_has_the_bits_of_the_separate_master(numel: int, engine: str) -> None:
-    param, got = run(torch.bfloat16, numel, 5, engine=engine, split_master=True)
-    other, want = run(torch.bfloat16, numel, 5, engine=engine, split_master=False)
+@pytest.mark.parametrize("numel", (1, 33, BLOCK - 1, BLOCK, BLOCK + 1))
+def test_split_master_has_the_bits_of_the_separate_master(numel: int) -> None:
+    (param, got), (other, want) = (run(torch.bfloat16, numel, 5, engine="numba", split_master=split) for split in (True, False))
     assert torch.equal(param, other) and all(torch.equal(got[name], value) for name, value in want.items())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("engine", ("numba", "torch"))
-def test_bits_depend_on_neither_threads_nor_chunks_nor_slices(dtype: torch.dtype, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    numel = 3 * BLOCK + 11
-    param, want = run(dtype, numel, steps=2, engine=engine, num_threads=1)
-    monkeypatch.setattr(reference, "CHUNK", 1000)
-    again, got = run(dtype, numel, steps=2, engine=engine, num_threads=2)
-    assert torch.equal(again, param)
-    assert all(torch.equal(got[name], want[name]) for name in want)
-
-    step = AdamStep(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2, decoupled=True, step=3, grad_scale=0.3)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_bits_depend_on_neither_threads_nor_chunks_nor_slices(layout: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    numel, (dtype, master, moments) = 3 * BLOCK + 11, layout
     draws = torch.Generator().manual_seed(3)
-    whole = [torch.randn(numel, generator=draws).to(dtype) for _ in range(2)]
-    whole += [None if dtype == torch.float32 else whole[0].float(), torch.randn(numel, generator=draws), torch.rand(numel, generator=draws)]
-    parts = [None if array is None else array.clone() for array in whole]
-    adam_(*whole, step, engine=engine)  # type: ignore[arg-type]
-    for piece in (slice(0, 1), slice(1, 1000), slice(1000, BLOCK + 3), slice(BLOCK + 3, numel)):
-        adam_(*(None if a is None else a[piece] for a in parts), step, engine=engine)  # type: ignore[arg-type]
-    for one, other in zip(whole, parts, strict=True):
-        assert one is other or torch.equal(one, other)
+    fields: list[Any] = [torch.randn(numel, generator=draws).to(dtype), master and torch.zeros(numel, dtype=master)]
+    fields += [torch.zeros(numel, dtype=moments) for _ in range(2)]
+    if master == torch.float32:
+        fields[1].copy_(fields[0])
+    made = {how: [None if one is None else one.clone() for one in fields] for how in ("numba", "numba in parts", "torch", "torch in parts")}
+    cuts = [slice(0, 1), slice(1, 1000), slice(1000, BLOCK + 3), slice(BLOCK + 3, numel)]
+    for number in (1, 2, 3):
+        grad = (torch.randn(numel, generator=draws) * 10 ** torch.empty(numel).uniform_(-8, 1, generator=draws)).to(dtype)
+        step = AdamStep(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True, step=number, grad_scale=0.3)
+        for how, mine in made.items():
+            monkeypatch.setattr(reference, "CHUNK", 1000 if "parts" in how else 1 << 16)
+            for part in cuts if "parts" in how else [slice(0, numel)]:
+                given: list[Any] = [None if one is None else one[part] for one in (mine[0], grad, *mine[1:])]
+                adam_(*given, step, engine=how.split()[0], num_threads=1 + ("parts" in how))  # type: ignore[arg-type]
+    for engine in ("numba", "torch"):
+        for one, other in zip(made[engine], made[f"{engine} in parts"], strict=True):
+            assert one is other or torch.equal(one, other), engine
+    for one, other in zip(made["numba"], made["torch"], strict=True):
+        if one is not None:  # torch's square root is not rounded correctly
+            far = (one - other).abs() > other.abs() * 1e-6 + 1e-6 if one.is_floating_point() else one != other
+            assert far.float().mean() <= 0.01
 
 
 @pytest.mark.parametrize("engine", ("numba", "torch"))
 def test_bf16_moments_follow_fp32_moments_loosely_and_each_engine_agrees(engine: str) -> None:
     param, got = run(torch.bfloat16, 4001, engine=engine, state_dtype=torch.bfloat16)
     _, want = run(torch.bfloat16, 4001, engine=engine)
-    assert not torch.equal(got["exp_avg"], want["exp_avg"])  # the option does something
-    assert (got["master"] - want["master"]).abs().max() < 0.02
-    assert torch.equal(got["exp_avg"], got["exp_avg"].bfloat16().float())
-    assert param.isfinite().all()
+    assert not torch.equal(got["exp_avg"], want["exp_avg"]) and torch.equal(got["exp_avg"], got["exp_avg"].bfloat16().float())
+    assert (got["master"] - want["master"]).abs().max() < 0.02 and param.isfinite().all()
 
 
 def test_numba_engine_is_bitwise_the_formula_in_its_docstring() -> None:
@@ -177,30 +181,29 @@ def test_sum_of_squares_is_exact_and_sees_every_bad_value(dtype: torch.dtype) ->
     assert np.isfinite(sum_of_squares(torch.full((100,), torch.finfo(torch.float32).max)))
 
 
+FIRST = AdamStep(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, decoupled=True, step=1)
+
+
 def test_nan_stays_nan_when_cast() -> None:
-    step = AdamStep(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, decoupled=True, step=1)
     for layout in (torch.float32, torch.int16):
         param, grad = torch.zeros(4, dtype=torch.bfloat16), torch.tensor([1.0, float("nan"), float("inf"), 0.0]).bfloat16()
-        adam_(param, grad, torch.zeros(4, dtype=layout), torch.zeros(4), torch.zeros(4), step, engine="numba")
+        adam_(param, grad, torch.zeros(4, dtype=layout), torch.zeros(4), torch.zeros(4), FIRST, engine="numba")
         assert param.isnan().tolist() == [False, True, True, False]
 
 
 def test_bad_input_is_refused() -> None:
-    step = AdamStep(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, decoupled=True, step=1)
-    z, h = torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)
-    for arguments, match in (
-        ((z, torch.zeros(5), None, z, z), "grad must be flat"),
-        ((h, z, None, z, z), "an fp32 parameter has no master"),
-        ((z, z, z, z, z), "an fp32 parameter has no master"),
-        ((h.half(), z, torch.zeros(4, dtype=torch.int16), z, z), "a bf16 one may have it split"),
-        ((z, z, None, z, h), "moments have one dtype"),
+    z, h, coded = torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.uint8)
+    for arguments, change, match in (
+        ((z, torch.zeros(5), None, z, z), {}, "grad must be flat"),
+        ((h, z, None, z, z), {}, "an fp32 parameter has no master"),
+        ((z, z, z, z, z), {}, "an fp32 parameter has no master"),
+        ((h.half(), z, torch.zeros(4, dtype=torch.int16), z, z), {}, "a bf16 one may have it split"),
+        ((z, z, None, z, h), {}, "moments have one dtype"),
+        ((z, z, None, coded, coded), {"eps": 1e-12}, "eps of at least 1e-8"),
+        ((z, z, None, coded, coded), {"beta2": 0.99999}, "hold up to 15 times"),
     ):
         with pytest.raises(ValueError, match=match):
-            adam_(*arguments, step)  # type: ignore[arg-type]
-    coded = torch.zeros(4, dtype=torch.uint8)
-    for change, match in (({"eps": 1e-12}, "eps of at least 1e-8"), ({"beta2": 0.99999}, "hold up to 15 times")):
-        with pytest.raises(ValueError, match=match):
-            adam_(z, z, None, coded, coded, dataclasses.replace(step, **change))  # type: ignore[arg-type]
+            adam_(*arguments, dataclasses.replace(FIRST, **change))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("engine", ("numba", "torch"))
@@ -231,15 +234,14 @@ def test_the_environment_names_the_engine_and_the_threads(monkeypatch: pytest.Mo
     assert default_threads() == cores
 
 
-@pytest.mark.parametrize("num_threads", (1, 2))
-def test_the_option_num_threads_is_that_of_the_update(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_option_num_threads_is_that_of_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZK_CPU_ADAM", "numba")
     default_engine.cache_clear()
-    seen = set()
-    update = cpu_adam_numba.adam
-    monkeypatch.setattr(cpu_adam_numba, "adam", lambda fields, step, threads: seen.add(threads) or update(fields, step, threads))
-    model = nn.Linear(4, 4)
-    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), num_threads=num_threads) as optimizer:
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-    assert seen == {num_threads}
+    seen, update = [], cpu_adam_numba.adam
+    monkeypatch.setattr(cpu_adam_numba, "adam", lambda fields, step, threads: seen.append(threads) or update(fields, step, threads))
+    for num_threads in (1, 2):
+        model = nn.Linear(4, 1, bias=False)
+        with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), num_threads=num_threads) as optimizer:
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+    assert seen == [1, 2]

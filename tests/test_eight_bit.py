@@ -13,11 +13,8 @@ from torch import Tensor, nn
 
 import zk
 from tests.cpu_adam import MOMENTS, CPUAdam
-from tests.world import run_world
+from tests.world import call, run_world
 from zk.kernels import codec, eight_bit
-from zk.kernels.reference import AdamStep
-from zk.offload.cpu_adam import adam_
-from zk.offload.cpu_adam_numba import BLOCK
 
 PLACES = (("device", "device"), ("device", "nvme"), ("host", "host"), ("nvme", "nvme"))
 
@@ -30,6 +27,7 @@ def test_codes_give_themselves_again_and_values_the_nearest_code() -> None:
         got = torch.empty_like(first), torch.empty_like(second)
         eight_bit.encode_(m.to(precision).float(), v.to(precision).float(), *got)
         assert torch.equal(got[0], first) and torch.equal(got[1], second)
+    assert sum(dtype.itemsize for dtype in codec.state_fields(torch.bfloat16, MOMENTS, torch.uint8, True).values()) == 3
     assert bool((v[::256].diff() > 0).all()) and v[0] == 0 and m[0] == 0
 
     draws = torch.Generator().manual_seed(0)
@@ -56,51 +54,21 @@ def test_a_master_of_24_bits_is_its_parameter_and_8_bits() -> None:
     assert bool(((master.view(torch.int32)[differs] & 0xFFFF) == 0x8000).all())
 
 
-def state(numel: int, dtype: torch.dtype) -> list[Tensor | None]:
-    start = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(dtype)
-    zeros = [torch.zeros(numel, dtype=torch.uint8) for _ in range(3)]
-    return [start, zeros[0] if dtype == torch.bfloat16 else None, *zeros[1:]]
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_bits_depend_on_neither_threads_nor_slices_and_engines_agree(dtype: torch.dtype) -> None:
-    numel = 3 * BLOCK + 11
-    cuts = {"threads": [slice(0, numel)], "slices": [slice(0, 1), slice(1, 777), slice(777, BLOCK + 3), slice(BLOCK + 3, numel)]}
-    want = state(numel, dtype)
-    others = {**{how: state(numel, dtype) for how in cuts}, "torch": state(numel, dtype)}
-    draws = torch.Generator().manual_seed(3)
-    for number in range(1, 4):
-        grad = (torch.randn(numel, generator=draws) * 10 ** torch.empty(numel).uniform_(-8, 1, generator=draws)).to(dtype)
-        step = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.1, True, number, 0.3)
-        adam_(want[0], grad, *want[1:], step, engine="numba", num_threads=1)  # type: ignore[arg-type]
-        for how, parts in cuts.items():
-            for part in parts:
-                fields = [None if one is None else one[part] for one in (others[how][0], grad, *others[how][1:])]
-                adam_(*fields, step, engine="numba", num_threads=2)  # type: ignore[arg-type]
-        adam_(others["torch"][0], grad, *others["torch"][1:], step, engine="torch")  # type: ignore[arg-type]
-    for how, got in others.items():
-        for one, other in zip(got, want, strict=True):
-            if one is not None and other is not None:  # torch's square root is not rounded correctly
-                far = one != other if how != "torch" or not one.is_floating_point() else (one - other).abs() > other.abs() * 1e-6 + 1e-6
-                assert far.float().mean() <= (0.01 if how == "torch" else 0), how
-
-
-@pytest.mark.parametrize(("size", "bias", "spread"), ((1.0, 0.05, 0.2), (1e-7, 0.15, 0.3), (1e-8, 0.5, 0.6)))  # eps: 1e-8
-def test_nothing_stands_still_under_small_gradients_and_rates(size: float, bias: float, spread: float) -> None:
+def test_nothing_stands_still_under_small_gradients_and_rates() -> None:
     """Steps of lr that are less than half of the last bit of 24: elements move as those in fp32, on average and each of them."""
-    moved = {}
-    draws = torch.Generator().manual_seed(0)
-    grads = [(size * (0.5 + 0.3 * torch.randn(2000, generator=draws))).bfloat16() for _ in range(400)]
-    for state_dtype in (torch.float32, torch.uint8):
-        param = nn.Parameter(torch.ones(2000).bfloat16())
-        optimizer = CPUAdam([param], lr=2e-6, weight_decay=0, state_dtype=state_dtype)
-        for grad in grads:
-            param.grad = grad
-            optimizer.step()
-        moved[state_dtype] = optimizer.state_dict()["state"][0]["master"] - 1
-    want, got = moved[torch.float32], moved[torch.uint8]
-    assert abs(got.mean() / want.mean() - 1) < bias
-    assert (got / want - 1).abs().mean() < spread and bool((got < 0).all())
+    for size, bias, spread in ((1.0, 0.05, 0.2), (1e-8, 0.5, 0.6)):  # eps: 1e-8
+        moved, draws = {}, torch.Generator().manual_seed(0)
+        grads = [(size * (0.5 + 0.3 * torch.randn(2000, generator=draws))).bfloat16() for _ in range(400)]
+        for state_dtype in (torch.float32, torch.uint8):
+            param = nn.Parameter(torch.ones(2000).bfloat16())
+            optimizer = CPUAdam([param], lr=2e-6, weight_decay=0, state_dtype=state_dtype)
+            for grad in grads:
+                param.grad = grad
+                optimizer.step()
+            moved[state_dtype] = optimizer.state_dict()["state"][0]["master"] - 1
+        want, got = moved[torch.float32], moved[torch.uint8]
+        assert abs(got.mean() / want.mean() - 1) < bias
+        assert (got / want - 1).abs().mean() < spread and bool((got < 0).all())
 
 
 class Net(nn.Module):
@@ -153,23 +121,6 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def test_bits_are_the_same_on_every_tier_stage_and_number_of_ranks(tmp_path: Path) -> None:
-    threads, folder = torch.get_num_threads(), str(tmp_path)
-    torch.set_num_threads(1)  # as ranks have: torch's own sums depend on it
-    try:
-        want = {dtype: trained((dtype, 0, PLACES[0], "", {})) for dtype in ("bf16", None)}
-        assert all(any("exp_avg_sq" in name for name in found) for found in want.values())
-        cases: list[Any] = [("bf16", 1, PLACES[1], folder, {}), (None, 3, PLACES[2], folder, {})]
-        over_ranks: list[Any] = [(dtype, 3, PLACES[3], folder, {}) for dtype in want]
-        over_ranks += [("bf16", 3, PLACES[2], folder, {}), *((dtype, 3, ("device", "host"), "", {"overlap_step": True}) for dtype in want)]
-        for case in cases + over_ranks:
-            assert same(trained(case), want[case[0]]), case
-    finally:
-        torch.set_num_threads(threads)
-    for case, found in zip(over_ranks, run_world(2, trained, over_ranks), strict=True):
-        assert all(same(each, want[case[0]]) for each in found), case
-
-
 def saved(case: tuple[str, str]) -> bool:
     """Save after two steps, and go on; then load, as another optimizer, and go on."""
     folder, source = case
@@ -187,9 +138,24 @@ def saved(case: tuple[str, str]) -> bool:
         return same(bits(again), want) and (dist.is_initialized() or same(want, trained(("bf16", 0, PLACES[0], "", {}))))
 
 
-def test_a_checkpoint_goes_on_bitwise_on_any_number_of_ranks_and_in_fp32(tmp_path: Path) -> None:
-    assert saved((str(tmp_path / "a"), ""))
-    assert run_world(2, saved, [("", str(tmp_path / "a"))]) == [[True, True]]
+@pytest.mark.usefixtures("one_thread")  # as ranks have: torch's own sums depend on it
+def test_bits_are_the_same_on_every_tier_stage_and_number_of_ranks_and_after_a_checkpoint(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    want = {dtype: trained((dtype, 0, PLACES[0], "", {})) for dtype in ("bf16", None)}
+    assert all(any("exp_avg_sq" in name for name in found) for found in want.values())
+    cases: list[Any] = [("bf16", 1, PLACES[1], str(tmp_path), {}), (None, 3, PLACES[2], "", {})]
+    over_ranks: list[Any] = [(dtype, 3, PLACES[3], str(tmp_path), {}) for dtype in want]
+    over_ranks += [("bf16", 3, PLACES[2], "", {}), *((dtype, 3, ("device", "host"), "", {"overlap_step": True}) for dtype in want)]
+    for case in cases + over_ranks:
+        assert same(trained(case), want[case[0]]), case
+    assert saved((folder, ""))
+    *table, resumed = run_world(2, call, [*((trained, case) for case in over_ranks), (saved, ("", folder))])
+    for case, found in zip(over_ranks, table, strict=True):
+        assert all(same(each, want[case[0]]) for each in found), case
+    assert resumed == [True, True]
+
+
+def test_states_in_fp32_take_coded_ones_and_give_them_back() -> None:
     with made("bf16", 1, PLACES[0], "", state_dtype="fp32") as wide, made("bf16", 1, PLACES[0], "") as coded:
         steps(coded, range(2))
         before = bits(coded)
@@ -214,8 +180,3 @@ def test_what_cannot_be_held_is_refused_by_name(make: object, options: dict[str,
     model = Net()
     with pytest.raises(ValueError, match=match):
         zk.ZeroOptimizer(model, make(model.parameters()), state_dtype="8bit", **options)  # type: ignore[operator, arg-type]
-
-
-def test_state_takes_three_bytes_beside_a_bf16_parameter() -> None:
-    fields = codec.state_fields(torch.bfloat16, MOMENTS, torch.uint8, True)
-    assert sum(dtype.itemsize for dtype in fields.values()) == 3

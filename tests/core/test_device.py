@@ -6,14 +6,11 @@ import functools
 import gc
 import itertools
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 import zk
 from tests import softgpu
@@ -51,10 +48,9 @@ OTHERS = [
 
 
 @pytest.fixture(autouse=True)
-def torch_updates() -> Iterator[None]:
+def torch_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the device too the update is torch's own ops: interpreted, the kernel rounds otherwise, and takes most of the time."""
-    with mock.patch("zk.kernels.adam_kernel.launch", reference.adam):
-        yield
+    monkeypatch.setattr("zk.kernels.adam_kernel.launch", reference.adam)
 
 
 @pytest.mark.parametrize("case", [*GRID, *OTHERS], ids=str)
@@ -65,6 +61,8 @@ def test_the_latest_copies_change_no_bit(case: Case) -> None:
 def test_ranks_with_devices_train_as_plain_torch() -> None:
     cases = [
         Case(stage=1, dtype="bf16", steps=3),
+        Case(stage=2, dtype="bf16", steps=3),
+        Case(stage=3, dtype="bf16", overlap_step=True, steps=3),
         Case(stage=3, dtype="bf16", tier="nvme", accumulation=2, steps=2),
         Case(stage=3, dtype="bf16", model="checkpointed", params="device", steps=3),
     ]
@@ -86,14 +84,9 @@ def test_any_order_of_what_a_user_does_gives_the_same_bits(seed: int, tmp_path: 
 # ---- copies ---------------------------------------------------------------------------------------------------------------------------------
 
 
-def pair() -> tuple[Tensor, Tensor]:
-    """Eight values on the device, and a place for them in host memory."""
-    return torch.arange(8.0, device=DEVICE), torch.zeros(8)
-
-
 def test_what_follows_an_upload_runs_beside_compute() -> None:
-    link, (near, host) = link_to(DEVICE), pair()
-    link.upload(near, host.fill_(3))
+    link, near = link_to(DEVICE), torch.zeros(8, device=DEVICE)
+    link.upload(near, torch.full((8,), 3.0))
     arrival = link.beside(near, lambda values: values + 1)
     torch.ones(8, device=DEVICE)
     assert not link.mark().done  # nobody has waited for compute, nor compute for the copy
@@ -109,9 +102,8 @@ def test_a_value_made_beside_compute_is_freed_after_what_compute_does_with_it() 
 
 
 def test_what_is_read_beside_compute_is_not_used_again_before() -> None:
-    link = link_to(DEVICE)
     for _ in range(3):
-        arrival = link.beside(torch.ones(1 << 16, device=DEVICE), lambda values: values + 1)
+        arrival = link_to(DEVICE).beside(torch.ones(1 << 16, device=DEVICE), lambda values: values + 1)
         torch.full((1 << 16,), 7.0, device=DEVICE)  # the next memory of compute
         assert arrival.wait().eq(2).all()
 
@@ -157,7 +149,7 @@ def trained(steps: int, **options: Any) -> tuple[zk.ZeroOptimizer, list[float]]:
 HOST = {"param_tier": "host", "optimizer_tier": "host"}
 
 
-def test_page_locked_memory_is_used_again_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_locked_memory_is_used_again_and_given_back_and_backward_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     memory.trim()
     assert softgpu.pinned_nbytes() == 0
@@ -169,6 +161,10 @@ def test_page_locked_memory_is_used_again_and_given_back(monkeypatch: pytest.Mon
     train(optimizer.model, optimizer, 2, start=2)
     # the batch and the norm of each step are none of the tiers'
     assert softgpu.pinned_nbytes() == pinned > 0 and softgpu.stats["pageable_copies"] == pageable + 2 * 2
+    syncs = softgpu.stats["syncs"]
+    loss_of(optimizer.model, batch(3)).backward()
+    assert softgpu.stats["syncs"] == syncs
+    optimizer.step()
     optimizer.close()
     assert softgpu.pinned_nbytes() == 0
 
@@ -221,11 +217,3 @@ def test_what_is_all_on_the_device_needs_no_cupy_and_copies_nothing(monkeypatch:
     assert softgpu.stats["copies"] == copies
     with pytest.raises(ImportError, match="pip install cupy-cuda13x"):
         trained(1, **HOST)
-
-
-def test_forward_and_backward_do_not_wait_for_the_device() -> None:
-    optimizer, _ = trained(3, **HOST)
-    syncs = softgpu.stats["syncs"]
-    loss_of(optimizer.model, batch(3)).backward()
-    assert softgpu.stats["syncs"] == syncs
-    optimizer.step()

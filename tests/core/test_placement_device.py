@@ -15,7 +15,7 @@ from torch import nn
 
 import zk
 from tests import softgpu
-from tests.models import GPT, batch, loss_of
+from tests.models import GPT, batch, train
 from zk import placement
 from zk.kernels import reference
 from zk.offload import tiers as link
@@ -36,24 +36,13 @@ def torch_updates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    made = GPT()
+    made = GPT().cpu()
     made.register_buffer("table", torch.randn(5))
     return made
 
 
 def wrap(net: nn.Module, **options: Any) -> zk.ZeroOptimizer:
     return zk.ZeroOptimizer(net, torch.optim.AdamW(net.parameters(), lr=1e-2), num_threads=1, **options)
-
-
-def train(net: nn.Module, optimizer: zk.ZeroOptimizer, steps: int = 3) -> list[float]:
-    losses = []
-    for step in range(steps):
-        loss = loss_of(net, batch(step).cuda())
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("options", [{"stage": 2}, HOST])
@@ -87,7 +76,7 @@ def test_devices_that_differ_or_are_not_there_are_refused() -> None:
     with pytest.raises(ValueError, match="'cuda:7', and torch sees 2 CUDA devices: name another"):
         wrap(net, device="cuda:7")
     optimizer = wrap(net, device="cuda")
-    train(net, optimizer)
+    train(net, optimizer, 2)
     net.cpu()
     with pytest.raises(RuntimeError, match=r"was moved or converted after .* on cpu"):
         net(batch(0))
@@ -110,7 +99,7 @@ def test_what_does_not_fit_on_the_device_is_offered_the_host() -> None:
     assert re.search("needs .* on the device tier and has .*; use optimizer_tier='host'", said) and "on the host tier" not in said
     with free(device=held // 2):
         optimizer = wrap(net, dtype="bf16", optimizer_tier="host")
-    train(net, optimizer)
+    train(net, optimizer, 2)
     optimizer.close()
 
 

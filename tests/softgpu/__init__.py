@@ -81,8 +81,8 @@ def found() -> list[str]:
 
 def check() -> None:
     """Wait for the devices. Raises AssertionError with every race since the last call."""
-    lines = found()
-    assert not lines, f"{len(lines)} races:\n" + "\n".join(lines)
+    if lines := found():
+        raise AssertionError("\n".join([f"{len(lines)} races:", *lines]))
 
 
 def environment() -> dict[str, str]:

@@ -25,12 +25,9 @@ class Copy:
     def __init__(self, queue: Queue, target: int, source: int, nbytes: int, to_device: bool, what: str, keep: Any = None) -> None:
         near, far = (target, source) if to_device else (source, target)
         block = find(near, nbytes)
-        if block is None:
-            race(f"{what}: its device end is not device memory")
-            raise CudaError(1, f"cudaErrorInvalidValue: {near:#x} is not device memory")
-        if find(far, 1) is not None:
-            race(f"{what}: its host end is device memory")
-            raise CudaError(1, "cudaErrorInvalidValue: the host's end is device memory")
+        if block is None or find(far, 1) is not None:
+            race(f"{what}: its device end is not device memory, or its host end is")
+            raise CudaError(1, "cudaErrorInvalidValue: invalid argument")
         stats["copies"] += 1
         stats["pageable_copies"] += not is_pinned(far, nbytes)
         self.block = block  # whose memory lives as long
@@ -82,8 +79,7 @@ def install() -> None:
     """Make ``import cupy`` find what zk uses of it: copies, and host memory that is page-locked."""
     names = "cupy", "cupy.cuda", "cupy.cuda.runtime"
     cupy, cuda, runtime = (types.ModuleType(name) for name in names)
-    runtime.__dict__.update(CUDARuntimeError=CudaError, memcpyAsync=_memcpy_async, hostUnregister=unregister)
-    runtime.__dict__.update(hostRegister=lambda ptr, size, flags: register(ptr, size, "cudaHostRegister"))
+    runtime.__dict__.update(CUDARuntimeError=CudaError, memcpyAsync=_memcpy_async, hostRegister=register, hostUnregister=unregister)
     cuda.__dict__.update(runtime=runtime)
     cupy.__dict__.update(cuda=cuda, __version__="14.2.0", __path__=[])
     for name, module in zip(names, (cupy, cuda, runtime), strict=True):

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from tests.softgpu import native, ops
-from tests.softgpu.memory import NBYTES, NUM_DEVICES, Account, accounts, collect
+from tests.softgpu.memory import NBYTES, NUM_DEVICES, Account, accounts, collect, current_queue
 from tests.softgpu.streams import LOCK, Point, Queue, find_queue, make_queue, synchronize
 
 _CUDA = 1
 
 
-def index_of(device: Any, optional: bool = True) -> int:
+def index_of(device: Any) -> int:
     """The number of a device; None is the current one."""
-    if device is None and optional:
+    if isinstance(device, (str, torch.device)):
+        device = torch.device(device).index
+    if device is None or device < 0:
         return native.current_device()
-    if isinstance(device, str):
-        device = torch.device(device)
-    if isinstance(device, torch.device):
-        if device.type != "cuda":
-            raise ValueError(f"Expected a cuda device, but got: {device}")
-        device = native.current_device() if device.index is None else device.index
-    if device < 0 and optional:
-        return native.current_device()
-    if not 0 <= device < NUM_DEVICES:
-        raise torch.AcceleratorError("CUDA error: invalid device ordinal\n") if hasattr(torch, "AcceleratorError") else RuntimeError("invalid device")
+    if device >= NUM_DEVICES:
+        raise torch.AcceleratorError("CUDA error: invalid device ordinal\n")
     return int(device)
 
 
@@ -78,9 +71,6 @@ class Stream(torch.Stream):
         event.record(self)
         return event
 
-    def query(self) -> bool:
-        return bool(self.record_event().query())
-
     def synchronize(self) -> None:
         self.record_event().synchronize()
 
@@ -93,10 +83,7 @@ class Stream(torch.Stream):
 
 def queue_of(stream: Any) -> Queue:
     """What is behind a stream of torch; None is the current one."""
-    if stream is None:
-        device = native.current_device()
-        return find_queue(device, native.current_stream_handle(device))
-    return find_queue(stream.device_index, stream.stream_id)
+    return current_queue(native.current_device()) if stream is None else find_queue(stream.device_index, stream.stream_id)
 
 
 class StreamContext:
@@ -127,18 +114,6 @@ def current_stream(device: Any = None) -> Stream:
     return Stream(stream_id=native.current_stream_handle(index), device_index=index)
 
 
-def set_stream(stream: Any) -> None:
-    if stream is not None:
-        native.set_device(stream.device_index)
-        native.set_stream(stream.device_index, stream.stream_id)
-
-
-def set_device(device: Any) -> None:
-    index = device if isinstance(device, int) and device < 0 else index_of(device)
-    if index >= 0:
-        native.set_device(index)
-
-
 def exchange_device(device: int) -> int:
     before = native.current_device()
     if device >= 0:
@@ -167,16 +142,6 @@ def _reset_peak(device: Any = None) -> None:
     account.peak = account.taken
 
 
-def _seed(generators: Sequence[torch.Generator], seed: int) -> None:
-    for generator in generators:
-        generator.manual_seed(int(seed))
-
-
-def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
-
-
 def _of(device: Any) -> torch.Generator:
     return ops.generators[index_of(device)]
 
@@ -191,13 +156,12 @@ REPLACED: dict[str, Any] = {
     "_lazy_call": lambda function, **_: function(),
     "device_count": lambda: NUM_DEVICES,
     "current_device": native.current_device,
-    "set_device": set_device,
+    "set_device": lambda device: native.set_device(index_of(device)),
     "_exchange_device": exchange_device,
     "_maybe_exchange_device": maybe_exchange_device,
     "Stream": Stream,
     "Event": Event,
     "current_stream": current_stream,
-    "set_stream": set_stream,
     "default_stream": lambda device=None: Stream(stream_id=0, device_index=index_of(device)),
     "synchronize": lambda device=None: synchronize(index_of(device)),
     "get_device_properties": _properties,
@@ -208,9 +172,9 @@ REPLACED: dict[str, Any] = {
     "get_rng_state": lambda device="cuda": _of(device).get_state(),
     "set_rng_state": lambda state, device="cuda": _of(device).set_state(state),
     "get_rng_state_all": lambda: [generator.get_state() for generator in ops.generators],
-    "set_rng_state_all": lambda states: _set_states(ops.generators, states),
-    "manual_seed": lambda seed: _seed([_of("cuda")], seed),
-    "manual_seed_all": lambda seed: _seed(ops.generators, seed),
+    "set_rng_state_all": lambda states: [generator.set_state(state) for generator, state in zip(ops.generators, states, strict=True)],
+    "manual_seed": lambda seed: _of("cuda").manual_seed(int(seed)),
+    "manual_seed_all": lambda seed: [generator.manual_seed(int(seed)) for generator in ops.generators],
 }
 
 

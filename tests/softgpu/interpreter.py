@@ -30,54 +30,19 @@ def _touch(pointers: Any, mask: Any, itemsize: int, write: bool) -> None:
         return
     first, last = int(addresses.min()), int(addresses.max()) + itemsize
     block = find(first, last - first)
-    if block is not None:
-        spans = [(block, first, last)]
-    else:
-        spans = []
-        for address in map(int, np.unique(addresses)):
-            found = find(address, itemsize)
-            if found is None:
-                _illegal(f"a triton kernel {'writes' if write else 'reads'} {address:#x}, which is not memory of the device")
-            else:
-                spans.append((found, address, address + itemsize))
+    spans = [(block, first, last)] if block else [(find(at, itemsize), at, at + itemsize) for at in map(int, np.unique(addresses))]
     for found, begin, end in spans:
-        if found.device != queue.device:
-            _illegal(f"a triton kernel that runs on cuda:{queue.device} uses memory of cuda:{found.device}")
-        found.use(queue, begin - found.start, end - found.start, write, "a triton kernel")
+        if found is None:
+            _illegal(f"a triton kernel {'writes' if write else 'reads'} {begin:#x}, which is not memory of the device")
+        elif found.queue.device != queue.device:
+            _illegal(f"a triton kernel that runs on cuda:{queue.device} uses memory of cuda:{found.queue.device}")
+        else:
+            found.use(queue, begin - found.start, end - found.start, write, "a triton kernel")
 
 
 def _illegal(what: str) -> None:
     race(what)
     raise RuntimeError(f"Triton Error [CUDA]: an illegal memory access was encountered: {what}")
-
-
-def _far(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_far, value))
-    return host_view(value) if isinstance(value, Tensor) and value.is_cuda else value
-
-
-def _once_for_each_launch(interpreter: Any, call: Callable[..., None]) -> Callable[..., None]:
-    """A launch that makes triton's modules ready for the interpreter once, and not again for each call inside of the kernel: a third of its time."""
-    patch, language = interpreter._patch_lang, interpreter.tl
-
-    @functools.cache
-    def modules_of(fn: Any) -> frozenset[str]:
-        return frozenset(value.__name__ for value in fn.__globals__.values() if value is language or value is language.core)
-
-    def patch_new(fn: Any) -> Any:
-        ready: set[str] = _running.ready
-        if ready and modules_of(fn) <= ready:
-            return None  # nobody looks at what a call inside returns
-        ready |= modules_of(fn)
-        return patch(fn)
-
-    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
-        _running.ready = set()
-        call(self, *args, **kwargs)
-
-    interpreter._patch_lang = patch_new
-    return launch
 
 
 ALWAYS = False  # interpret every launch, as tests of kernels do
@@ -92,6 +57,10 @@ def _form(value: Any) -> Any:
     if dataclasses.is_dataclass(value):  # the scalars of an update
         return _form(tuple(map(float, dataclasses.astuple(value))))  # type: ignore[arg-type]
     return tuple(map(_form, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _far(value: Any) -> Any:
+    return host_view(value) if isinstance(value, Tensor) and value.is_cuda else value
 
 
 def _first_of_its_form(name: str, kernel: str, twin: Callable[..., object], written: tuple[int, ...]) -> None:
@@ -116,20 +85,15 @@ def _first_of_its_form(name: str, kernel: str, twin: Callable[..., object], writ
             queue = current_queue(next(value.get_device() for value in args if isinstance(value, Tensor)))
             queue.issue()
             launched[kernel] += 1
-            twin(*(_near(value, queue, index in written) for index, value in enumerate(args)))
+
+            def near(value: Any, writes: bool) -> Any:
+                if isinstance(value, Tensor) and value.numel():
+                    block_of(value).use(queue, *span(value), writes, "a triton kernel")
+                return [near(item, writes) for item in value] if isinstance(value, (list, tuple)) else _far(value)
+
+            twin(*(near(value, index in written) for index, value in enumerate(args)))
 
     module.launch = either  # type: ignore[attr-defined]
-
-
-def _near(value: Any, queue: Queue, writes: bool) -> Any:
-    """An argument of a kernel on ``queue``, as one of a function of the host."""
-    if isinstance(value, (list, tuple)):
-        return [_near(item, queue, writes) for item in value]
-    if not isinstance(value, Tensor):
-        return value
-    if value.numel():
-        block_of(value).use(queue, *span(value), writes, "a triton kernel")
-    return host_view(value)
 
 
 def _adam(*given: Any) -> None:
@@ -143,21 +107,21 @@ def install() -> None:
     from triton.runtime import interpreter
 
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
-    call = _once_for_each_launch(interpreter, executor.__call__)
-    to_host, to_device = executor._init_args_hst, executor._restore_args_dev
+    call, to_host, to_device = executor.__call__, executor._init_args_hst, executor._restore_args_dev
     load, store = builder.create_masked_load, builder.create_masked_store
+
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        if not any(tensor.is_cuda for tensor in given):
-            call(self, *args, **kwargs)
-            return
-        if not all(tensor.is_cuda for tensor in given):
+        places = {value.is_cuda for value in (*args, *kwargs.values()) if isinstance(value, Tensor)}
+        if places == {True, False}:
             race("a host tensor is given to a triton kernel")
             raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+        if places != {True}:
+            call(self, *args, **kwargs)
+            return
         with LOCK, plainly(), torch.no_grad():
-            queue = _running.queue = current_queue(native.current_device())
+            _running.queue = current_queue(native.current_device())
             try:
-                queue.issue()
+                _running.queue.issue()
                 launched[self.fn.__name__] += 1
                 call(self, *args, **kwargs)
             finally:

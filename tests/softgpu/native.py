@@ -35,10 +35,8 @@ def check_version() -> None:
     version = torch.__version__.split("+")[0]
     if not version.startswith(tuple(f"{known}." for known in MADE_FOR)) or torch.version.cuda or platform.machine() != "x86_64":
         raise RuntimeError(
-            f"the software GPU was made for a CPU build of torch {' or '.join(MADE_FOR)} on x86_64; this is torch {torch.__version__} "
-            f"on {platform.machine()}. Compare DeviceGuardImplInterface.h, FakeGuardImpl.h and AcceleratorHooksInterface.h of the new version "
-            "(torch/include) with the places of methods in tests/softgpu/native.py, add the version to MADE_FOR there and run "
-            "tests/softgpu/test_softgpu.py; or install the torch that constraints.txt names"
+            f"the software GPU was made for a CPU build of torch {' or '.join(MADE_FOR)} on x86_64; this is torch {torch.__version__}. Compare the "
+            "headers that tests/softgpu/native.py names with its places of methods and extend MADE_FOR, or install what constraints.txt names"
         )
 
 

@@ -8,6 +8,7 @@ what two threads have in flight at once on two communicators of a device is repo
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,29 +27,19 @@ _launched: dict[int, tuple[Queue, int]] = {}  # the stream of each communicator 
 class Work(dist._Work if hasattr(dist, "_Work") else dist.Work):  # type: ignore[misc]
     """A collective in flight."""
 
-    def __init__(self, queue: Queue | None, device: int, result: list[Tensor]) -> None:
+    def __init__(self, queue: Queue | None, device: int, reads: list[Tensor], writes: list[Tensor]) -> None:
         super().__init__()
-        self.queue, self.point, self.device, self.tensors = queue, Point(), device, result
-        self.stashed: list[Tensor] = []  # what is read lives until it is waited for
+        self.queue, self.point, self.device, self.tensors, self.stashed = queue, Point(), device, writes, reads  # what is read lives until the wait
         if queue is not None:
             self.point.record(queue)
 
     def wait(self, timeout: Any = None) -> bool:
         self.point.block(current_queue(self.device))
-        self.stashed.clear()
+        self.stashed = []
         return True
 
     def is_completed(self) -> bool:
         return self.point.done()
-
-    def is_success(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        return self.tensors
 
     def get_future(self) -> Any:
         future: Any = torch.futures.Future(devices=[torch.device("cuda", self.device)])
@@ -58,15 +49,10 @@ class Work(dist._Work if hasattr(dist, "_Work") else dist.Work):  # type: ignore
         return future
 
 
-class _Options:
+class _Options(types.SimpleNamespace):
     """ProcessGroupNCCL.Options."""
 
-    is_high_priority_stream = False
     _timeout = timedelta(minutes=10)
-    split_from: Any = None
-    split_color = 0
-    global_ranks_in_group: list[int] = []  # noqa: RUF012
-    group_name = ""
 
 
 class ProcessGroupNCCL(dist.ProcessGroup):
@@ -81,8 +67,6 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         self.options, self.store = options, store
         self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("softgpu", store), rank, size, timeout=options._timeout)
         self.queues: dict[int, Queue] = {}
-
-    # ---- what torch asks of a group -------------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         return "nccl"
@@ -103,12 +87,6 @@ class ProcessGroupNCCL(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self
 
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        self.options._timeout = timeout
-
-    def eager_connect_single_device(self, device: Any) -> None:
-        return
-
     def shutdown(self) -> None:
         for queue in self.queues.values():
             _launched.pop(queue.serial, None)
@@ -116,19 +94,15 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
     abort = shutdown
 
-    # ---- collectives ----------------------------------------------------------------------------------------------------------
-
-    def _launch(self, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Callable[[list[Tensor], list[Tensor]], None]) -> Any:
+    def _launch(self, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Callable[[list[Tensor], list[Tensor]], Any]) -> Any:
         every = [*reads, *writes]
+        device = every[0].get_device()
         for tensor in every:
             if not tensor.is_cuda:
                 race("a host tensor is given to NCCL")
                 raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
-            if not tensor.is_contiguous():
-                raise ValueError("Tensors must be contiguous")
-        device = every[0].get_device()
-        if any(tensor.get_device() != device for tensor in every):
-            raise ValueError("Tensors must be on the same device")
+            if not tensor.is_contiguous() or tensor.get_device() != device:
+                raise ValueError("Tensors must be contiguous, and on one device")
         with LOCK, plainly(), torch.no_grad():
             queue = self.queues.get(device)
             if queue is None:
@@ -145,8 +119,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
             for index, tensor in enumerate(every):
                 if tensor.numel():
                     block_of(tensor).use(queue, *span(tensor), index >= len(reads), "a collective")
-            work = Work(queue, device, list(writes))
-            work.stashed = list(reads)
+            work = Work(queue, device, list(reads), list(writes))
             far = [host_view(tensor) for tensor in reads], [host_view(tensor) for tensor in writes]
         with torch.no_grad():
             run(*far)
@@ -160,14 +133,13 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
         def run(_: list[Tensor], far: list[Tensor]) -> None:
             for tensor in far:
-                rows = self._rows(tensor.reshape(1, -1).expand(self.size(), -1).contiguous())
+                rows = torch.empty(self.size(), tensor.numel(), dtype=tensor.dtype)
+                self._gather(list(rows), tensor)
                 tensor.copy_(_reduced(rows, op).view(tensor.shape))
 
         return self._launch([], tensors, run)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        if output.dtype != input.dtype:
-            raise TypeError("output tensor must have the same type as input tensor")
         return self._launch([input], [output], lambda reads, writes: self._gather(writes[0].view(-1).chunk(self.size()), reads[0]))
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
@@ -181,19 +153,14 @@ class ProcessGroupNCCL(dist.ProcessGroup):
             self.gloo.broadcast([_bytes(part)], options).wait()
 
     def all_to_all_single(self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None) -> Any:
-        if output_splits or input_splits:
-            raise NotImplementedError("the software GPU's NCCL exchanges parts of one size")
-        return self._launch([input], [output], lambda reads, writes: writes[0].copy_(self._rows(reads[0])))
+        return self._launch([input], [output], lambda reads, writes: self._exchange(writes[0], reads[0]))
 
-    def _rows(self, mine: Tensor) -> Tensor:
-        """(world, n): row i of each rank's ``mine`` to rank i."""
-        received = torch.empty_like(mine)
-        self.gloo.alltoall_base(_bytes(received), _bytes(mine), [], [], dist.AllToAllOptions()).wait()
-        return received
+    def _exchange(self, theirs: Tensor, mine: Tensor) -> None:
+        self.gloo.alltoall_base(_bytes(theirs), _bytes(mine), [], [], dist.AllToAllOptions()).wait()
 
     def barrier(self, opts: Any = None) -> Any:
         self.gloo.barrier(opts or dist.BarrierOptions()).wait()
-        return Work(None, torch.cuda.current_device(), [])
+        return Work(None, torch.cuda.current_device(), [], [])
 
     _allgather_base, alltoall_base = all_gather_single, all_to_all_single  # until torch 2.13
 

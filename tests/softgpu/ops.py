@@ -20,9 +20,10 @@ from torch import Tensor
 
 from tests.softgpu import native
 from tests.softgpu.copies import Copy, use_host
-from tests.softgpu.memory import NUM_DEVICES, Block, block_of, current_queue, host_view, is_pinned, pinned_like, place_on, plainly, span
+from tests.softgpu.memory import NUM_DEVICES, block_of, current_queue, host_view, is_pinned, place_on, plainly, span
 from tests.softgpu.streams import LOCK, find_queue, host_learns, join, stats
 
+_CPU = torch.device("cpu")
 _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _HOST_TOO = frozenset(f"aten::{name}" for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"))
 _BARE = frozenset(("aten::set_", "aten::is_set_to"))  # no values are touched
@@ -40,14 +41,16 @@ class _Plan:
     def __init__(self, op: Any) -> None:
         schema = op._schema
         self.name: str = schema.name
-        self.writes = tuple(bool(argument.alias_info is not None and argument.alias_info.is_write) for argument in schema.arguments)
-        self.names = tuple(argument.name for argument in schema.arguments)
-        self.tensor_like = tuple("Tensor" in str(argument.type) for argument in schema.arguments)
-        self.plain_tensor = tuple(str(argument.type) == "Tensor" for argument in schema.arguments)
+        names = [argument.name for argument in schema.arguments]
+        kinds = [str(argument.type) for argument in schema.arguments]
+        writes = [bool(argument.alias_info is not None and argument.alias_info.is_write) for argument in schema.arguments]
+        self.tensors = [(at, *each) for at, each in enumerate(zip(names, writes, strict=True)) if "Tensor" in kinds[at]]
+        self.numbers = [at for at, kind in enumerate(kinds) if kind == "Tensor"]  # where the schema has tensors, they arrive as numbers
+        self.generator = names.index("generator") if "generator" in names else None
         self.is_view = self.name in _BARE or any(ret.alias_info is not None and not ret.alias_info.is_write for ret in schema.returns)
-        self.generator = "generator" in self.names
         self.random = torch.Tag.nondeterministic_seeded in op.tags
         self.product = self.name in _PRODUCTS
+        self.waits, self.is_empty, self.takes_host = self.name in _WAITS, self.name in _EMPTY, self.name in _HOST_TOO
 
 
 _plans: dict[Any, _Plan] = {}
@@ -62,11 +65,9 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
     if isinstance(value, (list, tuple)):
         return type(value)([_mapped(item, change) for item in value])
-    return value
+    return change(value) if isinstance(value, Tensor) else value
 
 
 def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,86 +84,72 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
             return _compute(op, plan, args, kwargs)
 
 
-def _device(plan: _Plan, near: list[Tensor], kwargs: dict[str, Any]) -> int:
-    """The one device of an op."""
-    if near:
-        index = near[0].get_device()
-        for tensor in near:
-            if tensor.get_device() != index:
-                raise RuntimeError(
-                    f"Expected all tensors to be on the same device, but found at least two devices, cuda:{index} and {tensor.device}! ({plan.name})"
-                )
-        return index
-    device = kwargs.get("device")
-    index = device.index if device is not None and device.index is not None else native.current_device()
-    if index >= NUM_DEVICES:
-        raise RuntimeError("CUDA error: invalid device ordinal")
-    return int(index)
+def _apart(plan: _Plan, index: int, other: Any) -> RuntimeError:
+    text = "Expected all tensors to be on the same device, but found at least two devices, "
+    return RuntimeError(f"{text}cuda:{index} and {other}! ({plan.name})")
 
 
 def _compute(op: Any, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    near: list[Tensor] = []
-    written: list[Tensor] = []
-    num_args = len(args)
-    for index, name in enumerate(plan.names):
-        if not plan.tensor_like[index]:
-            continue
-        for tensor in _tensors(args[index] if index < num_args else kwargs.get(name)):
+    near: dict[int, tuple[Tensor, bool]] = {}
+    device, num_args = -1, len(args)
+    for at, name, writes in plan.tensors:
+        for tensor in _tensors(args[at] if at < num_args else kwargs.get(name)):
             if tensor.is_cuda:
-                near.append(tensor)
-                if plan.writes[index]:
-                    written.append(tensor)
-            elif tensor.dim() and plan.name not in _HOST_TOO:
-                raise RuntimeError(
-                    "Expected all tensors to be on the same device, but found at least two devices, "
-                    f"cuda and {tensor.device}! (argument {name} of {plan.name})"
-                )
-    device = _device(plan, near, kwargs)
+                if device not in (-1, tensor.get_device()):
+                    raise _apart(plan, device, tensor.device)
+                device = tensor.get_device()
+                near[id(tensor)] = tensor, writes or (id(tensor) in near and near[id(tensor)][1])
+            elif not plan.takes_host and tensor.dim():
+                raise _apart(plan, max(device, 0), tensor.device)
+    if device < 0:
+        where = kwargs.get("device")
+        device = native.current_device() if where is None or where.index is None else where.index
+        if device >= NUM_DEVICES:
+            raise RuntimeError("CUDA error: invalid device ordinal")
     queue = current_queue(device)
     queue.issue()
     stats["kernels"] += 1
     views: dict[int, Tensor] = {}
-    blocks: list[Block] = []
-    for tensor in near:
-        if id(tensor) in views:
-            continue
+    starts = set()
+    for key, (tensor, writes) in near.items():
         block = block_of(tensor)
-        blocks.append(block)
-        views[id(tensor)] = host_view(tensor, block)
+        starts.add(block.host._cdata)
+        views[key] = host_view(tensor, block)
         if tensor.numel():
-            block.use(queue, *span(tensor), False, plan.name)
-    for tensor in written:
-        if tensor.numel():
-            block_of(tensor).use(queue, *span(tensor), True, plan.name)
+            for write in (False, True) if writes else (False,):
+                block.use(queue, *span(tensor), write, plan.name)
 
     def near_to_far(tensor: Tensor) -> Tensor:
         return views.get(id(tensor), tensor)
 
-    host_args = [_mapped(value, near_to_far) if plan.tensor_like[i] else value for i, value in enumerate(args)]
-    host_kwargs = {name: _mapped(value, near_to_far) for name, value in kwargs.items()}
-    for i, value in enumerate(host_args):  # numbers where the schema has tensors arrive as numbers
-        if plan.plain_tensor[i] and isinstance(value, (bool, int, float, complex)):
-            if near and all(not tensor.dim() for tensor in near):  # a tensor of no dimensions counts as much, a number does not
-                host_args[i] = torch.tensor(value, dtype=functools.reduce(torch.promote_types, (torch.result_type(tensor, value) for tensor in near)))
-                continue
-            wide = isinstance(value, float) and any(tensor.is_floating_point() for tensor in near)
-            host_args[i] = torch.tensor(value, dtype=torch.float64 if wide else None)
+    host_args, host_kwargs = list(args), dict(kwargs)
+    for at, name, _ in plan.tensors:
+        if at < num_args:
+            host_args[at] = _mapped(args[at], near_to_far)
+        elif name in kwargs:
+            host_kwargs[name] = _mapped(kwargs[name], near_to_far)
+    for at in plan.numbers:
+        if at < num_args and isinstance(value := host_args[at], (bool, int, float, complex)):
+            given = [tensor for tensor, _ in near.values()]
+            if given and all(not tensor.dim() for tensor in given):  # a tensor of no dimensions counts as much, a number does not
+                host_args[at] = torch.tensor(value, dtype=functools.reduce(torch.promote_types, (torch.result_type(one, value) for one in given)))
+            else:
+                wide = isinstance(value, float) and any(tensor.is_floating_point() for tensor in given)
+                host_args[at] = torch.tensor(value, dtype=torch.float64 if wide else None)
     if "device" in host_kwargs:
-        host_kwargs["device"] = torch.device("cpu")
+        host_kwargs["device"] = _CPU
         if "pin_memory" in host_kwargs:
             host_kwargs["pin_memory"] = False
     result = _run(op, plan, device, host_args, host_kwargs)
-    if plan.name in _EMPTY and result.nbytes:
+    if plan.is_empty and result.nbytes:
         ctypes.memset(result.untyped_storage().data_ptr(), 0xFF, result.untyped_storage().nbytes())
-    back: dict[int, Tensor] = {id(views[id(tensor)]): tensor for tensor in [*near, *written]}
-    for tensor in written:  # out= of another size
-        view = views[id(tensor)]
-        if view.shape != tensor.shape:
+    for key, (tensor, writes) in near.items():
+        if writes and views[key].shape != tensor.shape:  # out= of another size
             block_of(tensor).views.clear()
-            torch.ops.aten.set_.source_Tensor.redispatch(_CPU_KEYS, tensor, place_on(view.clone(), queue))
-    if plan.name in _WAITS:
+            torch.ops.aten.set_.source_Tensor.redispatch(_CPU_KEYS, tensor, place_on(views[key].clone(), queue))
+    if plan.waits:
         host_learns(queue.clock)
-    starts = {block.host._cdata for block in blocks}
+    back = {id(view): near[key][0] for key, view in views.items()}
 
     def finish(tensor: Tensor) -> Tensor:
         known = back.get(id(tensor))
@@ -182,19 +169,17 @@ def _run(op: Any, plan: _Plan, device: int, args: list[Any], kwargs: dict[str, A
         return _product(op, args, kwargs)
     if not plan.random:
         return op(*args, **kwargs)
-    generator = generators[device]
-    if plan.generator:
-        index = plan.names.index("generator")
-        given = args[index] if index < len(args) else kwargs.get("generator")
-        if given is not None and native.generator_address(given) not in _devices_of_generators:
-            raise RuntimeError(f"Expected a 'cuda' device type for generator but found '{given.device.type}'")
-        if index < len(args):
-            args[index] = given or generator
-        else:
-            kwargs["generator"] = given or generator
-        return op(*args, **kwargs)
-    with drawing_from(generator):
-        return op(*args, **kwargs)
+    if plan.generator is None:
+        with drawing_from(generators[device]):
+            return op(*args, **kwargs)
+    given = args[plan.generator] if plan.generator < len(args) else kwargs.get("generator")
+    if given is not None and native.generator_address(given) not in _devices_of_generators:
+        raise RuntimeError(f"Expected a 'cuda' device type for generator but found '{given.device.type}'")
+    if plan.generator < len(args):
+        args[plan.generator] = given or generators[device]
+    else:
+        kwargs["generator"] = given or generators[device]
+    return op(*args, **kwargs)
 
 
 def _product(op: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -203,15 +188,10 @@ def _product(op: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         *args, dtype = args
     else:
         dtype = next(value.dtype for value in args if isinstance(value, Tensor))
-    out = kwargs.pop("out", None)
     wide = [value.float() if isinstance(value, Tensor) else value for value in args]
-    plain = getattr(torch.ops.aten, op._schema.name.split("::")[1]).default
-    result = plain(*wide, **kwargs).to(dtype)
-    if out is None:
-        return result
-    if out.shape != result.shape:
-        out.resize_(result.shape)
-    return out.copy_(result)
+    out = kwargs.pop("out", None)
+    result = getattr(torch.ops.aten, op._schema.name.split("::")[1]).default(*wide, **kwargs).to(dtype)
+    return result if out is None else out.copy_(result)
 
 
 # ---- random numbers ---------------------------------------------------------------------------------------------------------------
@@ -270,10 +250,8 @@ def _copy_on_devices(self: Tensor, source: Tensor) -> None:
     near, far = current_queue(source.get_device()), current_queue(self.get_device())
     join(near.clock, far.clock)  # torch lets the source's stream wait for the target's, and the other way round afterwards
     near.issue()
-    if source.numel():
-        block_of(source).use(near, *span(source), False, "aten::copy_")
-    if self.numel():
-        block_of(self).use(near, *span(self), True, "aten::copy_")
+    for tensor, write in ((source, False), (self, True)) if self.numel() else ():
+        block_of(tensor).use(near, *span(tensor), write, "aten::copy_")
     host_view(self).copy_(host_view(source))
     join(far.clock, near.clock)
 
@@ -301,48 +279,12 @@ def _copy_over_link(self: Tensor, source: Tensor, non_blocking: bool) -> None:
         host_learns(queue.clock)
 
 
-def to_copy(
-    self: Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    layout: Any = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-    non_blocking: bool = False,
-    memory_format: torch.memory_format | None = None,
-) -> Tensor:
-    """aten::_to_copy of a device tensor. What goes to the host without blocking lies in page-locked memory there."""
-    with plainly(), torch.no_grad():
-        where = device or self.device
-        dtype = dtype or self.dtype
-        pinned = non_blocking and self.is_cuda and where.type == "cpu" and dtype == self.dtype
-        if memory_format in (None, torch.preserve_format):
-            like = torch.empty_like(self, dtype=dtype, device="meta")
-            made = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=where) if not pinned else None
-        else:
-            made = torch.empty(self.shape, dtype=dtype, device=where, memory_format=memory_format) if not pinned else None
-        if made is None:
-            made = pinned_like(self)
-        return torch.ops.aten.copy_.default(made, self, non_blocking)  # type: ignore[no-any-return]
-
-
-def pin_memory(self: Tensor, device: Any = None) -> Tensor:
-    """aten::_pin_memory of a host tensor."""
-    return pinned_like(self).copy_(self)
-
-
-def resize_(self: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
-    """aten::resize_ of a device tensor."""
-    with plainly(), LOCK:
-        wanted = torch.empty(size, dtype=self.dtype, device="cpu")
-        block = block_of(self)
-        if self.storage_offset() * self.itemsize + wanted.nbytes <= block.nbytes:
-            return torch.ops.aten.resize_.default.redispatch(_CPU_KEYS, self, size)  # type: ignore[no-any-return]
-        ctypes.memset(wanted.data_ptr(), 0xFF, wanted.nbytes)
-        if self.numel():
-            wanted.flatten()[: self.numel()] = host_view(self).flatten()
-        torch.ops.aten.set_.source_Tensor.redispatch(_CPU_KEYS, self, place_on(wanted, current_queue(self.get_device())))
-        return self
+def to_copy(self: Tensor, *, non_blocking: bool = False, **how: Any) -> Tensor:
+    """aten::_to_copy of a device tensor. (To the host without blocking it would be into page-locked memory of torch's own; here it blocks.)"""
+    where = how.get("device")
+    with plainly():
+        non_blocking = non_blocking and (where is None or where.type == "cuda")
+        return torch.ops.aten._to_copy.default.redispatch(_CPU_KEYS, self, non_blocking=non_blocking, **how)  # type: ignore[no-any-return]
 
 
 def record_stream(self: Tensor, stream: torch.Stream) -> None:
@@ -356,14 +298,14 @@ def install() -> list[Any]:
     every = torch.library.Library("_", "IMPL")
     every.fallback(fallback, "CUDA")
     aten = torch.library.Library("aten", "IMPL")
-    for name, function in (("copy_", copy_), ("_to_copy", to_copy), ("resize_", resize_), ("record_stream", record_stream)):
+    for name, function in (("copy_", copy_), ("_to_copy", to_copy), ("record_stream", record_stream)):
         aten.impl(name, function, "CUDA")
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("CompositeExplicitAutogradNonFunctional"):
         if "_." not in name and not name.endswith("_"):  # torch would make room first and then call what writes there: two ops for one
             name, _, overload = name.removeprefix("aten::").partition(".")
             op = getattr(getattr(torch.ops.aten, name), overload or "default")
             aten.impl(op, functools.partial(fallback, op), "CUDA")
-    aten.impl("_pin_memory", pin_memory, "CPU")
+    aten.impl("_pin_memory", lambda self, device=None: self.clone(), "CPU")  # what torch itself page-locks is as other memory here
     aten.impl("_fused_sdp_choice", lambda *args, **kwargs: 0, "CUDA")  # the formula itself
     generators.extend(Generator(torch.device("cuda", index)) for index in range(NUM_DEVICES))
     for generator in generators:

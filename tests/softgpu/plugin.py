@@ -32,8 +32,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the other tests of files that are taken in part."""
-    in_part = {TESTS / name for name in IN_PART}
-    here = {item for item in items if item.path not in in_part or item.get_closest_marker("device") or item.get_closest_marker("device_only")}
+    in_part, marks = {TESTS / name for name in IN_PART}, ("device", "device_only")
+    here = {item for item in items if item.path not in in_part or any(map(item.get_closest_marker, marks))}
     config.hook.pytest_deselected(items=[item for item in items if item not in here])
     items[:] = [item for item in items if item in here]
 

@@ -31,5 +31,4 @@ def install() -> None:
 
     storage.__new__ = make
     storage.nbytes = storage.size = size_of
-    storage.clone = lambda self: _bytes(self).clone().untyped_storage()
     storage.cpu = lambda self: _bytes(self).cpu().untyped_storage()

@@ -73,9 +73,9 @@ class Queue:
     def issue(self) -> int:
         """Begin one more operation, after all that the stream waits for and all that the host knows. Returns its number."""
         before()
-        if self._host_version != _host.version:
-            self._host_version = _host.version
-            join(self.clock, _host.clock)
+        if self._host_version != _version:
+            self._host_version = _version
+            join(self.clock, _host)
         self.count += 1
         self.clock[self.serial] = self.count
         complete(self.clock)
@@ -88,15 +88,10 @@ def before() -> None:
         function()
 
 
-class _Host:
-    def __init__(self) -> None:
-        self.clock: Clock = {}
-        self.version = 0
-
-
-_host = _Host()
 _all: list[Queue] = []
 _by_handle: dict[tuple[int, int], Queue] = {}
+_host: Clock = {}  # what the host knows, of which there have been so many versions
+_version = 0
 _num_late = 0
 
 
@@ -150,29 +145,21 @@ def land(operation: Any) -> None:
         operation.land()
 
 
+def host_clock() -> Clock:
+    return _host
+
+
 def host_learns(clock: Clock) -> None:
     """The host has waited for all that ``clock`` counts."""
+    global _version
     with LOCK:
         before()
         complete(clock)
         for queue in list(_all):
             while queue.in_flight and queue.in_flight[0].number <= clock.get(queue.serial, 0):
                 land(queue.in_flight.popleft())
-        join(_host.clock, clock)
-        _host.version += 1
-
-
-def host_knows(clock: Clock) -> bool:
-    return all(_host.clock.get(serial, 0) >= count for serial, count in clock.items())
-
-
-def host_clock() -> Clock:
-    return _host.clock
-
-
-def everything(device: int | None = None) -> Clock:
-    """A clock that counts all that was asked of a device, or of all."""
-    return {queue.serial: queue.count for queue in _all if device is None or queue.device == device}
+        join(_host, clock)
+        _version += 1
 
 
 class Point:
@@ -194,12 +181,10 @@ class Point:
     def done(self) -> bool:
         """Whether the host knows that it has passed. Who asks for long enough finds that it has."""
         with LOCK:
-            if host_knows(self.clock):
-                return True
             self.queries += 1
             if self.queries > _PATIENCE:
                 host_learns(self.clock)
-            return self.queries > _PATIENCE
+            return all(_host.get(serial, 0) >= count for serial, count in self.clock.items())
 
     def wait(self) -> None:
         stats["syncs"] += 1
@@ -210,4 +195,4 @@ def synchronize(device: int | None = None) -> None:
     """The host waits for a device, or for all."""
     with LOCK:
         stats["syncs"] += 1
-        host_learns(everything(device))
+        host_learns({queue.serial: queue.count for queue in _all if device is None or queue.device == device})
