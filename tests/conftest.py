@@ -25,9 +25,8 @@ for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 # The files that take longest come first: none of them is left to one process at the end.
 LONGEST = (
-    *("test_parity", "test_backward", "test_huggingface", "test_kernels", "test_update_on", "test_device", "test_lightning", "test_train"),
-    *("test_ranks", "test_programs", "test_model_parallel", "test_parked", "test_whole", "test_pairs", "test_checkpoint", "test_addon"),
-    *("test_resume", "test_delayed", "test_growing", "test_accumulation", "test_experts", "test_tiers", "test_quantized", "test_behaviour"),
+    *("test_parity", "test_ranks", "test_backward", "test_kernels", "test_device", "test_lightning", "test_update_on", "test_benchmarks_gpu"),
+    *("test_huggingface", "test_programs", "test_parked", "test_accumulation", "test_train", "test_checkpoint", "test_experts", "test_cpu_adam"),
 )
 
 
@@ -57,15 +56,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """torch computes with one thread: several sum in another order, and for tiny tensors wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -138,7 +138,6 @@ def saved(case: tuple[str, str]) -> bool:
         return same(bits(again), want) and (dist.is_initialized() or same(want, trained(("bf16", 0, PLACES[0], "", {}))))
 
 
-@pytest.mark.usefixtures("one_thread")  # as ranks have: torch's own sums depend on it
 def test_bits_are_the_same_on_every_tier_stage_and_number_of_ranks_and_after_a_checkpoint(tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     want = {dtype: trained((dtype, 0, PLACES[0], "", {})) for dtype in ("bf16", None)}

@@ -21,8 +21,6 @@ from zk.checkpoint.export import export
 from zk.checkpoint.files import CheckpointError
 from zk.tools.cli import app
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def saved(setting: str, folder: Path, variant: str = "tied") -> Made:
     run = make(setting, folder, variant)

@@ -20,8 +20,6 @@ from zk.checkpoint import files
 from zk.checkpoint.export import export
 from zk.checkpoint.files import CheckpointError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SAVES = textwrap.dedent(
     """
     import os, sys, time

@@ -7,4 +7,4 @@ import gc
 import os
 
 gc.disable()
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"

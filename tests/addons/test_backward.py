@@ -22,7 +22,7 @@ from zk.addons.backward import Backward
 from zk.precision import DynamicLossScale
 from zk.store import UnitStore
 
-pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
+pytestmark = pytest.mark.usefixtures("torch_engine")
 STEPS, UNITS = 6, 3
 # shadows that are taken, of six steps: nothing begins in the first one, and after one that was clipped, or (for two steps) skipped
 TAKEN = {"early": 3 * UNITS, "infinite": 2 * UNITS, "late": 3 * UNITS, "always": 0, "decay": 3 * UNITS}

@@ -14,7 +14,7 @@ from tests.parity import Case, halved, make_optimizer, run_case_with, states_of
 from zk.addons.backward import Backward
 from zk.store import UnitStore
 
-pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
+pytestmark = pytest.mark.usefixtures("torch_engine")
 STEPS = 5
 
 

@@ -20,7 +20,7 @@ from tests.world import call, run_world
 from zk import placement
 from zk.offload import drive
 
-pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
+pytestmark = pytest.mark.usefixtures("torch_engine")
 
 SETTINGS: list[dict[str, Any]] = [
     {"stage": 0, "dtype": "bf16"},

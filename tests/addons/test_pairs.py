@@ -15,7 +15,7 @@ from tests.addons.common import faults_of_ranks
 from tests.addons.test_experts import WIDTH, Mixture
 from tests.parity import states_of
 
-pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
+pytestmark = pytest.mark.usefixtures("torch_engine")
 OPTIONS: dict[str, dict[str, Any]] = {
     "overlap": {"overlap_step": True},
     "backward": {"overlap_step": "backward"},

@@ -21,7 +21,7 @@ from tests.models import DEVICE, GPT, batch, loss_of, small_chunks, step
 from tests.parity import halved, place, trained
 from zk.addons import parked
 
-pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
+pytestmark = pytest.mark.usefixtures("torch_engine")
 Park = Callable[[zk.ZeroOptimizer, Any, str], None]
 
 

@@ -17,7 +17,7 @@ from zk.addons.quantized import PACKS
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
-pytestmark = [pytest.mark.usefixtures("torch_engine", "one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.usefixtures("torch_engine"), pytest.mark.filterwarnings("ignore")]
 Linear4bit = bitsandbytes.nn.Linear4bit
 
 

@@ -13,7 +13,7 @@ from tests.addons.common import faults_of_ranks
 from tests.models import GPT, small_chunks, step, train
 from tests.parity import Case, Lion, run_case_with
 
-pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
+pytestmark = pytest.mark.usefixtures("torch_engine")
 
 
 class Pair(torch.optim.Optimizer):

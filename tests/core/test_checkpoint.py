@@ -31,7 +31,7 @@ from zk.checkpoint import files, save
 from zk.checkpoint.export import export
 from zk.offload.rules import AdamRule
 
-pytestmark = pytest.mark.usefixtures("one_thread", "torch_engine")
+pytestmark = pytest.mark.usefixtures("torch_engine")
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "0-host": {"stage": 0, "optimizer_tier": "host"},

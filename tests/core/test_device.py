@@ -26,7 +26,7 @@ from zk.offload.tiers import CPU, CudaLink, HostChunk, Tier, link_to
 if not softgpu.installed():
     pytest.skip("for the software GPU (pytest -p tests.softgpu.plugin)", allow_module_level=True)
 
-pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
+pytestmark = pytest.mark.usefixtures("torch_engine")
 
 TIERS, DTYPES = ("device", "host", "nvme"), ("bf16", "fp16", "fp32")
 # each stage with each tier, and each precision with each tier

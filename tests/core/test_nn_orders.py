@@ -15,7 +15,7 @@ from tests.models import adamw, descend
 from tests.world import call, run_world
 from zk.checkpoint.export import export
 
-pytestmark = pytest.mark.usefixtures("one_thread", "torch_engine")
+pytestmark = pytest.mark.usefixtures("torch_engine")
 LAST, ROWS = torch.channels_last, torch.contiguous_format
 
 

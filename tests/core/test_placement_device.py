@@ -24,7 +24,7 @@ from zk.placement import Place
 if not softgpu.installed():
     pytest.skip("for the software GPU (pytest -p tests.softgpu.plugin)", allow_module_level=True)
 
-pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
+pytestmark = pytest.mark.usefixtures("torch_engine")
 GIB = 1 << 30
 HOST = {"stage": 3, "param_tier": "host", "optimizer_tier": "host"}
 

@@ -15,7 +15,7 @@ import zk
 from tests.models import adamw, descend
 from zk.addons import checked
 
-pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
+pytestmark = pytest.mark.usefixtures("torch_engine")
 
 TIERS: tuple[dict[str, Any], ...] = (
     {"stage": 2},

@@ -25,7 +25,7 @@ from zk.offload.drive import Drive, FileChunk
 from zk.offload.file import File
 from zk.offload.tiers import CPU
 
-pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
+pytestmark = pytest.mark.usefixtures("torch_engine")
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from tests.models import DEVICE, GPT, batch, loss_of
 from tests.world import run_world
 from zk.integrations.accelerate import ZeroAccelerator
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 ACCUMULATION, STEPS = 4, 4
 
 

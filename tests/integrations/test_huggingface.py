@@ -30,8 +30,6 @@ from tests.world import run_world
 from zk.checkpoint.export import export
 from zk.integrations.huggingface import ZeroSeq2SeqTrainer, ZeroTrainer, ZeroTrainingArguments
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 STEPS, MIDDLE = 4, 2
 # (relative, absolute) distance from losses, norms and parameters of the plain Trainer, whose norm is not summed in float64
 EXACT = 1e-5, 1e-6

@@ -28,7 +28,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint  # n
 
 import zk.integrations.lightning as zl  # noqa: E402
 
-pytestmark = [pytest.mark.usefixtures("one_thread", "torch_engine"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.usefixtures("torch_engine"), pytest.mark.filterwarnings("ignore")]
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)
 

@@ -19,8 +19,6 @@ from tests.integrations.families import make
 from tests.models import DEVICE, GPT, train
 from tests.world import call, run_world
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def over(model: nn.Module, stage: int = 3) -> zk.ZeroOptimizer:
     tiers = {"param_tier": "host", "optimizer_tier": "host"} if stage == 3 else {}

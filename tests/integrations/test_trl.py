@@ -20,7 +20,6 @@ from tests.integrations.families import as_rank, history, make, tokenizer
 from tests.world import run_world
 from zk.integrations.huggingface import ZeroTrainerMixin
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 HOST = {"stage": 3, "param_tier": "host", "optimizer_tier": "host"}
 COMMON = {"max_steps": 4, "logging_steps": 1, "save_steps": 2, "learning_rate": 1e-2, "adam_epsilon": 1e-6}
 COMMON |= {"report_to": [], "use_cpu": True, "disable_tqdm": True, "bf16": False}
