@@ -511,6 +511,17 @@ def test_states_come_from_torch_in_mid_training_and_go_back_bit_for_bit(kind: st
     assert again.param_groups[0]["lr"] == 1e-2 and train(third, again) == want
 
 
+def test_what_is_gathered_shows_a_step_that_is_made_inside(tmp_path: Path) -> None:
+    (model, optimizer), _ = both(stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path)
+    with zk.gather(model.parameters()) as values:
+        before = [value.clone() for value in values]
+        step(model, optimizer)
+        inside = [value.clone() for value in values]
+    with zk.gather(model.parameters()) as values:
+        assert all(torch.equal(*pair) for pair in zip(values, inside, strict=True))
+        assert not any(torch.equal(*pair) for pair in zip(values, before, strict=True))
+
+
 @pytest.mark.parametrize("stage", (1, 3))
 def test_parameters_are_those_of_loaded_masters_at_once(stage: int) -> None:
     (model, optimizer), _ = both(stage=stage, dtype="bf16")
