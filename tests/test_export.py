@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 import zk
 from tests.core.test_checkpoint import Made, differ, make, train
 from tests.models import GPT
-from tests.world import run_world
 from zk.checkpoint import export as exporting
 from zk.checkpoint.export import export
 from zk.checkpoint.files import CheckpointError
@@ -53,20 +52,6 @@ def test_an_exported_model_and_one_in_memory_are_what_was_trained(setting: str, 
     assert found.keys() == plain.state_dict().keys() and found["head.weight"] is found["tokens.weight"]
     assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in want.items())
     assert train(*run, 2, 3)  # and training goes on
-
-
-def run_consolidated(case: tuple[str, str]) -> tuple[list[str], list[str]]:
-    run = make(case[0], Path(case[1]), "tied")
-    train(*run, 0, 2)
-    with run[1]:
-        found, want = run[1].consolidated_state_dict("fp32"), values_of(run, "master")
-        some = run[1].consolidated_state_dict(names=["norm.bias"], rank0_only=True)
-    return differ({name: found[name] for name in want}, want), sorted(some)
-
-
-def test_every_rank_gets_the_whole_model_or_the_first_one_alone(tmp_path: Path) -> None:
-    for found in run_world(2, run_consolidated, [("3-host", str(tmp_path)), ("1-device", str(tmp_path))]):
-        assert found == [([], ["norm.bias", "seen"]), ([], [])]
 
 
 def test_large_models_are_several_files_with_an_index(tmp_path: Path) -> None:

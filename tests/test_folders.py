@@ -1,11 +1,9 @@
-"""Folders of checkpoints: one run saves into one at a time, the newest is found, and a rank that is killed leaves the old one whole."""
+"""Folders of checkpoints: one run saves into one at a time, and the newest is found."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import signal
 import sys
 import textwrap
 from pathlib import Path
@@ -14,8 +12,7 @@ from unittest import mock
 import pytest
 
 from tests.core.test_checkpoint import differ, make, snapshot, there, train
-from tests.programs import Program, rank_of
-from tests.world import free_port
+from tests.programs import Program
 from zk.checkpoint import files
 from zk.checkpoint.export import export
 from zk.checkpoint.files import CheckpointError
@@ -54,18 +51,6 @@ def test_a_second_run_is_refused_until_the_first_one_has_ended(tmp_path: Path) -
     other.wait()
     run[1].save_checkpoint(tmp_path)  # the kernel has let go of the lock; a process that was forked does not hold it
     assert there(tmp_path) == ["latest", "step-00000001", "step-00000002"]
-
-
-def test_optimizers_of_one_process_may_save_into_one_folder_and_let_go_of_it(tmp_path: Path) -> None:
-    runs = [make("2-host", tmp_path) for _ in range(2)]
-    for run in runs:
-        run[1].save_checkpoint(tmp_path)
-    assert "another run saves" in Program("-c", SAVES, str(tmp_path)).communicate()[1]
-    for run in runs:
-        run[1].close()
-    other = Program("-c", SAVES, str(tmp_path))
-    assert other.stdout.readline() == "saved\n"
-    other.kill()
 
 
 def test_the_newest_is_what_was_finished_last(tmp_path: Path) -> None:
@@ -126,71 +111,29 @@ def test_a_folder_that_cannot_be_locked_is_saved_into_with_a_warning(
     assert "cannot be locked" in caplog.text
 
 
-# ---- a rank that is killed -----------------------------------------------------------------------------
-
-RANK = textwrap.dedent(
+ENDS = textwrap.dedent(
     """
-    import os, signal, sys, threading
+    import sys, threading
     from pathlib import Path
     from tests.core.test_checkpoint import make, mock, save, train
-    import torch.distributed as dist
-    setting, folder, moment = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-    dist.init_process_group("gloo")
-    run = make(setting, folder)
-
-    def die(*_, **__):
-        os.kill(os.getpid(), signal.SIGKILL)
+    run, write = make("2-host", Path(sys.argv[1])), save.write_file
+    train(*run, 0, 1)
 
     def slow(path, entries, values, metadata):
         return write(path, entries, (threading.Event().wait(0.001) or value for value in values), metadata)
 
-    write = save.write_file
-    train(*run, 0, 1)
-    run[1].save_checkpoint(folder / "saved")
-    train(*run, 1, 2)
-    if moment == "ends":
-        mock.patch.object(save, "write_file", slow).start()
-        run[1].save_checkpoint(folder / "saved", async_save=True)
-        sys.exit()
-    if os.environ["RANK"] == "1":
-        mock.patch.object(save, "write_durably" if moment == "has written" else "write_file", die).start()
-    run[1].save_checkpoint(folder / "saved", async_save=moment == "beside")
-    for step in range(2, 1000):
-        train(*run, step, step + 1)
+    mock.patch.object(save, "write_file", slow).start()
+    run[1].save_checkpoint(sys.argv[1], async_save=True)
+    sys.exit()
     """
 )
 
 
-def ranks_that(moment: str, setting: str, folder: Path) -> list[tuple[int | None, str]]:
-    """How each of two ranks ends, and what it says."""
-    port = free_port()
-    ranks = [Program("-c", RANK, setting, str(folder), moment, env=rank_of(2, rank, port)) for rank in range(2)]
-    try:
-        said = [rank.communicate(120.0)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [(rank.returncode, words) for rank, words in zip(ranks, said, strict=True)]
-
-
-def test_ranks_that_end_end_their_save_first(tmp_path: Path) -> None:
-    for code, said in ranks_that("ends", "2-host", tmp_path):
-        assert code == 0 and "not saved" not in said, said
-    assert (tmp_path / "saved" / "latest").read_text() == "step-00000002\n"
-
-
-@pytest.mark.parametrize(("moment", "setting"), (("has written", "2-host"), ("beside", "3-nvme")))
-def test_a_rank_that_is_killed_during_a_save_leaves_the_old_checkpoint_whole(moment: str, setting: str, tmp_path: Path) -> None:
-    """The other one ends soon and says so."""
-    (code, said), (killed, _) = ranks_that(moment, setting, tmp_path)
-    assert code == 1 and killed == -signal.SIGKILL
-    assert re.search(r"rank 0 of 2: .* failed, as another rank is gone", said), said[-3000:]
-    assert files.find(tmp_path / "saved").name == "step-00000001"
-    run = make("3-host", tmp_path)
-    run[1].load_checkpoint(tmp_path / "saved")
-    assert run[1].num_steps == 1
-    run[1].save_checkpoint(tmp_path / "saved")
-    assert there(tmp_path / "saved") == ["latest", "step-00000001"] and there(tmp_path) == ["saved"]
+def test_a_process_that_ends_ends_its_save_first(tmp_path: Path) -> None:
+    other = Program("-c", ENDS, str(tmp_path))
+    said = other.communicate()[1]
+    assert other.returncode == 0 and "not saved" not in said, said
+    assert (tmp_path / "latest").read_text() == "step-00000001\n"
 
 
 def test_ctrl_c_says_in_one_line_where_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

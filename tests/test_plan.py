@@ -40,7 +40,6 @@ def plan_of(model: nn.Module, gpu: int | None = GIB, **options: Any) -> Plan:
 
 # stage, parameters, optimizer, other options
 REAL: list[tuple[int, str, str, dict[str, Any]]] = [
-    (1, "device", "host", {"dtype": "fp16"}),
     (3, "host", "device", {"dtype": "fp32", "state_dtype": "8bit"}),
     (0, "device", "nvme", {"dtype": "bf16", "state_dtype": "bf16"}),
     (3, "nvme", "nvme", {"dtype": "bf16"}),
@@ -75,7 +74,6 @@ def test_bytes_are_those_of_the_chunks_of_a_real_optimizer(
 PUBLISHED = {
     "llama:8b": 8_030_261_248,
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
-    "llama:7b": 6_738_415_616,
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
     "Qwen/Qwen3-8B": 8_190_735_360,
@@ -109,7 +107,6 @@ def test_a_config_json_and_a_factory_are_models(tmp_path: Path, monkeypatch: pyt
 def test_errors_name_the_option() -> None:
     for command, words in (
         ("gpt:1b --gpu 4090MiB --ram 1", "a string like '24GiB'; got '1'"),
-        ("gpt:1b --gpu 24", "a string like '24GiB'; got '24'"),
         ("gpt:1b --gpu b200", "--gpu must be 24GiB, none or one of 3090, 4090,"),
         ("gpt:1b --ram lots", "--ram must be"),
         ("gpt:1b --state-dtype int3", "state_dtype must be"),
@@ -118,7 +115,6 @@ def test_errors_name_the_option() -> None:
         ("nowhere:build", "No model can be made of 'nowhere:build'"),
         ("llama:9b", "or one of llama3:8b"),
         ("gpt:1000000b", "at most 20,000b parameters"),
-        ("gpt:0b", "give gpt:125m, gpt:10b or"),
     ):
         assert words in zk_plan(command, 2), command
 
@@ -161,11 +157,9 @@ def test_what_is_printed_runs_as_python() -> None:
 @pytest.mark.parametrize(
     ("command", "lacks", "options"),
     [
-        ("mistral:7b --gpu 24GiB --ram 64GiB", "36.9 GiB of host memory", {"--gpu", "--ram", "--state-dtype", "--nvme"}),
         ("llama:8b --gpu 24GiB --ram 128GiB --tokens 8192", "1.7 GiB of GPU memory", {"--tokens", "--gpu"}),
         ("gpt:10b --gpu 24GiB --ram 16GiB --nvme 10GiB", "120.0 GiB of drive memory", {"--nvme"}),
         ("gpt:1b --gpu 3GiB --ram 14GiB --dtype fp16", "GiB of host memory", {"--state-dtype"}),
-        ("gpt:1b --gpu none --ram 8GiB", "7.1 GiB of host memory", {"--ram", "--nvme"}),
     ],
 )
 def test_where_nothing_fits_each_change_that_is_named_does(command: str, lacks: str, options: set[str]) -> None:

@@ -79,21 +79,6 @@ def test_it_learns_and_leaves_a_model_and_a_picture_in_which_the_line_of_memory_
     GPT(GPTConfig(layers=2, width=32, heads=2, context=32)).load_state_dict(weights(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "options",
-    (
-        ["--stage", "0", "--sample", "0", "--optimizer-tier", "device", "--dtype", "fp16"],
-        ["--param-tier", "nvme", "--optimizer-tier", "nvme", "--nvme-path", "."],
-        ["--optimizer-tier", "auto", "--host-budget", "1GiB"],
-    ),
-)
-def test_other_places_and_precisions(options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    shown = here(Path("out"), *options)
-    assert len(losses(shown)) == 2
-    assert sorted(os.listdir()) == ["out"]
-
-
 @pytest.mark.device
 def test_two_ranks_learn_what_one_learns_from_twice_the_batch(tmp_path: Path) -> None:
     options, port = ["--dtype", "fp32", "--sample", "0", "--steps", "3"], free_port()
@@ -182,15 +167,6 @@ def test_sizes_by_name_and_the_text_to_train_on_is_real_and_apart_from_the_one_t
     assert 0.08 < len(valid) / len(raw) < 0.12 and b"def " in raw and b"expression" in raw
 
 
-def test_help_and_version_import_no_torch() -> None:
-    program = "import sys; from zk.tools.cli import main\ntry: main()\nfinally: print('torch' in sys.modules, 'numpy' in sys.modules)"
-    for option, words in (("--help", "Usage: zk"), ("--version", "zk 0.")):
-        done = subprocess.run([sys.executable, "-c", program, option], env=ENV, capture_output=True, text=True, check=True)
-        assert done.stdout.endswith("False False\n") and words in done.stdout
-        commands = re.findall(r"^│ (\w+)  ", done.stdout, re.MULTILINE)
-        assert commands == ["train", "plan", "export", "doctor"] * (option == "--help")
-
-
 def test_examples_run_alike_and_differ_only_where_zk_is_adopted() -> None:
     paths = [ROOT / "examples" / name for name in ("train_gpt.py", "train_gpt_zk.py")]
     lines = difflib.unified_diff(*(path.read_text().splitlines() for path in paths), n=0, lineterm="")
@@ -200,3 +176,12 @@ def test_examples_run_alike_and_differ_only_where_zk_is_adopted() -> None:
     shown = [programs.run(str(path), str(ROOT / "LICENSE"), "5", env=ENV, check=True).stdout for path in paths]
     found = [[float(value) for value in re.findall(r"loss ([\d.]+)", one)] for one in shown]
     assert found[0] == pytest.approx(found[1], abs=2e-4) and found[1][-1] < found[1][0]
+
+
+def test_help_and_version_import_no_torch() -> None:
+    program = "import sys; from zk.tools.cli import main\ntry: main()\nfinally: print('torch' in sys.modules, 'numpy' in sys.modules)"
+    for option, words in (("--help", "Usage: zk"), ("--version", "zk 0.")):
+        done = subprocess.run([sys.executable, "-c", program, option], env=ENV, capture_output=True, text=True, check=True)
+        assert done.stdout.endswith("False False\n") and words in done.stdout
+        commands = re.findall(r"^│ (\w+)  ", done.stdout, re.MULTILINE)
+        assert commands == ["train", "plan", "export", "doctor"] * (option == "--help")

@@ -31,29 +31,6 @@ def test_quick_methods_of_other_rooms_are_found_by_name_and_missed_by_name(monke
         optimizer.gone()
 
 
-class Listening(zk.Addon):
-    def __init__(self) -> None:
-        self.heard: list[Any] = []
-
-    def changing(self, store: Any, number: int) -> None:
-        self.heard.append((store.unit.name, number, float(store.unit.params[0].detach()[0, 0])))
-
-    def synchronized(self) -> None:
-        self.heard.append("synchronized")
-
-
-def test_an_add_on_hears_of_a_chunk_before_it_changes_and_of_who_waits_and_may_come_later() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    model.weight.data.fill_(1.0)
-    optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=1)
-    listening = Listening()
-    optimizer._seams.add(listening)
-    model(torch.ones(1, 1)).sum().backward()
-    optimizer.step()
-    optimizer.synchronize()
-    assert listening.heard == [("model", 0, 1.0), "synchronized"] and model.weight.item() == 0.5
-
-
 CASES = [
     Case(stage=0, dtype="bf16", steps=3),
     Case(stage=1, dtype="fp16", accumulation=2, steps=2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zk
+from tests.core.test_ranks import error_of
 from tests.models import GPT, adamw, batch, descend, gpt, loss_of
 from tests.world import call, mesh_of, run_world
 
@@ -202,28 +204,13 @@ def test_sparse_gradients_are_an_error_with_a_remedy() -> None:
         sparse(torch.tensor([1])).sum().backward()
 
 
-def wrong_group(is_mesh: bool) -> str:
-    group: Any = mesh_of("cpu", (2,)) if is_mesh else dist.new_group([0])
-    try:
-        model = layers()
-        zk.ZeroOptimizer(model, adamw(model), process_group=group).close()
-    except Exception as error:
-        return f"{dist.get_rank()}: {error}"
-    return "fine"
-
-
-def test_a_rank_outside_of_its_process_group_and_a_mesh_are_refused_with_the_remedy() -> None:
-    (first, second), meshes = run_world(2, wrong_group, [False, True])
-    assert first == "fine" and "1: process_group must be a ProcessGroup that this rank is a member of" in second
-    assert all("mesh.get_group()" in said for said in meshes)
-
-
 # ---- ranks that would train by different rules, or different models ------------------------------------------------------------------------
 
 # what differs by rank: an option, a group's number, or the model
 DIFFERENCES: dict[str, tuple[str, Any]] = {
     "stage is 1 on rank 0 and 2 on rank 1": ("stage", lambda rank: 1 + rank),
     r"of torch.float32 on rank 0 and \(\d+, \d+\) of torch.float32, frozen on rank 1": ("model", lambda rank: rank == 0),
+    r"'head.weight' is \((\d+, \d+)\) of torch.float32 on rank 0 and \(\1\) of torch.float32, strides \(1, \d+\) on rank 1": ("order", int),
     r"clip_grad_norm is 0\.5 on rank 0 and 1 on rank 1": ("clip_grad_norm", lambda rank: 0.5 + rank / 2),
     r"prefetch is 1 on rank 0 and 2 on rank 1": ("prefetch", lambda rank: 1 + rank),
     r"param_groups\[0\]\['betas'\] is \(0\.9, 0\.9\) on rank 0 and \(0\.8, 0\.9\) on rank 1": ("betas", lambda rank: [0.9 - rank / 10, 0.9]),
@@ -231,20 +218,23 @@ DIFFERENCES: dict[str, tuple[str, Any]] = {
 }
 
 
-def differs(pattern: str) -> str:
+def in_a_wrong_group(is_mesh: bool) -> None:
+    model, group = layers(), mesh_of("cpu", (2,)) if is_mesh else dist.new_group([0])
+    zk.ZeroOptimizer(model, adamw(model), process_group=group).close()
+
+
+def differs(pattern: str) -> None:
     model, (what, of_rank) = GPT(), DIFFERENCES[pattern]
     value, inner = of_rank(dist.get_rank()), torch.optim.AdamW(model.parameters(), lr=1e-2)
     if what == "model":
         model.head.weight.requires_grad_(value)
+    if what == "order" and value:
+        model.head.weight.data = model.head.weight.data.t().contiguous().t()
     is_of_group = what in inner.param_groups[0]
     if is_of_group:
         inner.param_groups[0][what] = value
     options = {"optimizer_tier": "host", "stage": 3 if what == "prefetch" else 2}
-    try:
-        zk.ZeroOptimizer(model, inner, **options if is_of_group or what == "model" else {**options, what: value})
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+    zk.ZeroOptimizer(model, inner, **options if is_of_group or what in ("model", "order") else {**options, what: value})
 
 
 def differs_in_name_only(_: str) -> str:
@@ -260,8 +250,11 @@ def differs_in_name_only(_: str) -> str:
     return ""
 
 
-def test_ranks_that_would_train_by_different_rules_are_refused_on_all_of_them_and_others_train() -> None:
-    *table, alike = run_world(2, call, [*((differs, pattern) for pattern in DIFFERENCES), (differs_in_name_only, "")], timeout=60)
+def test_ranks_of_different_rules_and_outside_of_their_group_are_refused_with_the_remedy_and_others_train() -> None:
+    jobs = [*(functools.partial(differs, pattern) for pattern in DIFFERENCES), *(functools.partial(in_a_wrong_group, is_mesh) for is_mesh in (0, 1))]
+    *table, groups, meshes, alike = run_world(2, call, [*((error_of, job) for job in jobs), (differs_in_name_only, "")], timeout=60)
     for pattern, row in zip(DIFFERENCES, table, strict=True):
         assert all(re.search(pattern, str(said)) for said in row), row
     assert alike == ["", ""]
+    assert groups[0] == "nothing" and "process_group must be a ProcessGroup that this rank is a member of" in groups[1]
+    assert all("mesh.get_group()" in said for said in meshes)

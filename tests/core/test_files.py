@@ -196,22 +196,6 @@ def test_a_forked_process_is_refused(tmp_path: Path) -> None:
     assert ended.stdout.split() == ["1"] and "the process that forked this" in ended.stderr
 
 
-def test_a_file_ends_with_its_last_request(tmp_path: Path, faults: Faults) -> None:
-    """Threads and descriptors go with a file that nobody closed, once nothing is in flight."""
-    file, found = File([tmp_path], ALIGN), aligned(ALIGN).fill_(1)
-    descriptors, before = file.descriptors, threading.active_count()
-    faults.answers.clear()
-    request = file.read_async(found)
-    del file
-    faults.answers.set()
-    request.wait()
-    while threading.active_count() > before - file_module.THREADS:
-        time.sleep(0.001)
-    assert not found.any()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptors[0])
-
-
 def test_a_folder_without_o_direct_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     real = fcntl.fcntl
 

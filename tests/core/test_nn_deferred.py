@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,29 +63,6 @@ def scaled_by_a_changing_number() -> nn.Module:
     return layers
 
 
-def on_the_device_of_another() -> nn.Module:
-    a = nn.Linear(4, 4)
-    where, numbers = a.weight.device, torch.tensor([1.0, 2.0, 3.0, 4.0], device=a.weight.device)
-    b = nn.Linear(4, 4, device=where, dtype=a.weight.dtype)
-    c, d, e = torch.zeros(3, device=where) + 2, a.bias * numbers, numbers.clone()
-    model = Module(a=a, b=b, c=c, d=d.detach(), e=e, f=(a.bias.new_tensor([3, 4, 5, 6]) + a.bias).detach())
-    model.register_buffer("g", torch.from_numpy(np.arange(4.0)).to(where) * a.bias.detach())
-    return model
-
-
-def draws_without_a_meta_kernel() -> nn.Module:
-    mixture = torch.distributions.Dirichlet(torch.ones(4)).sample()
-    return Module(mixture=mixture, beta=torch.distributions.Beta(torch.ones(3), 2 * torch.ones(3)).sample(), after=nn.Linear(3, 3))
-
-
-def writes_over_itself() -> nn.Module:
-    """Fills all of a tensor from itself, or a part of it."""
-    same, part = torch.randn(4, 4), torch.randn(4, 4)
-    same.copy_(same)
-    part[1:].zero_()
-    return Module(same=same, part=part)
-
-
 def forward_in_the_constructor() -> nn.Module:
     norm = nn.BatchNorm1d(4)
     norm(torch.arange(32.0).view(8, 4))
@@ -123,8 +98,8 @@ def both(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
 
 
 CONSTRUCTORS = [
-    *(Everything, scaled_by_a_changing_number, on_the_device_of_another, draws_without_a_meta_kernel, writes_over_itself),
-    *(forward_in_the_constructor, copied_with_buffers, in_16_bits, lambda: nn.utils.parametrizations.orthogonal(nn.Linear(5, 3))),
+    *(Everything, scaled_by_a_changing_number),
+    *(forward_in_the_constructor, copied_with_buffers, in_16_bits),
 ]
 
 
@@ -170,11 +145,3 @@ def test_what_cannot_be_followed_is_refused() -> None:
     assert not torch.ones(1).is_meta and stranger.weight.is_meta  # and torch is as it was
 
 
-def test_the_record_goes_with_the_model() -> None:
-    with zk.deferred_init():
-        model = nn.Linear(4, 4)
-    memory = weakref.ref(model.weight.untyped_storage()._zk_promise)  # type: ignore[attr-defined]
-    optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    gc.collect()
-    assert memory() is None
-    optimizer.close()

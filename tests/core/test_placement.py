@@ -52,16 +52,13 @@ FILLED: tuple[tuple[int, int, int, dict[str, Any], str], ...] = (
     (1 << 20, 1 << 20, 4, {}, "4dd"),
     # parameters (2 bytes an element) come first, then states (12), with copies of parameters on the host
     (4 * 2000 + 12_000, 1 << 20, 4, {}, "1dd 3mh"),
-    (3 * 2000, 1 << 20, 4, {}, "3mh 1hh"),
     (0, 1 << 20, 4, {}, "4hh"),
     (0, BUFFERS + 12 * 2000 + 13_000, 12, {}, "1hh 11hn"),
     (0, BUFFERS + 2 * 2000, 12, {}, "2hn 10nn"),
-    (0, 100, 4, {}, "4nn"),
     (12 * 2000, BUFFERS + 12 * 2000 + 13_000, 12, {}, "1mh 11mn"),
     (12 * 2000, 1 << 20, 12, {"optimizer_tier": "nvme"}, "12mn"),
     (2000, 2000, 12, {"optimizer_tier": "device"}, "1dd 11hd"),
     (5 * 2000 + 100, 5 * 2000 + 100, 4, ONE, "4mh"),
-    (1 << 20, 1 << 20, 4, ONE, "4dd"),
     (4 * 2000 + 12_000, 1 << 20, 4, {**ONE, "device_budget": 4 * 2000 + 12_000}, "1dd 3mh"),
 )
 
@@ -112,7 +109,6 @@ KEPT: tuple[tuple[int, dict[str, Any], str], ...] = (
     (12, {}, "12nn"),
     (12, {"host_budget": BUFFERS + 3 * 2000 + 100}, "3hn 9nn"),
     (12, {"host_budget": BUFFERS + 12 * 2000 + 13_000}, "1hh 11hn"),
-    (4, {"host_budget": 1 << 20}, "4hh"),
     # parameters pass through no buffers; below stage 3 they are on the device, with copies on the host
     (12, {"param_tier": "host", "host_budget": BUFFERS - 4 * 4096 + 12 * 2000 + 13_000}, "1hh 11hn"),
     (12, {"stage": 2, "param_tier": "device", "host_budget": BUFFERS - 4 * 4096 + 12 * 2000 + 13_000}, "1mh 11mn"),

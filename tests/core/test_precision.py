@@ -200,16 +200,12 @@ def test_settings_of_a_dynamic_scale_are_checked() -> None:
             zk.DynamicLossScale(**setting)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("has_kernels", "said"), [(True, []), (False, ["bf16", "fp16"])])
-def test_a_cpu_that_is_slow_in_16_bits_is_warned_of_once(
-    has_kernels: bool, said: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cpu_that_is_slow_in_16_bits_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     checked.warn.cache_clear()
     for name in ("bf16", "fp16"):
-        monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda: has_kernels)
+        monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda: False)
     with caplog.at_level(logging.WARNING, "zk"):
         for dtype in ("bf16", "fp32", "bf16", "fp16"):
             wrap(nn.Linear(2, 2), dtype=dtype).close()
     checked.warn.cache_clear()
-    found = [record.getMessage() for record in caplog.records]
-    assert len(found) == len(said) and all(f"computes in {name}," in line for name, line in zip(said, found, strict=True))
+    assert [record.getMessage().count(f"computes in {name},") for record, name in zip(caplog.records, ("bf16", "fp16"), strict=True)] == [1, 1]
