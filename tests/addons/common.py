@@ -1,14 +1,11 @@
 """What tests of add-ons have in common: programs of users, and runs that are compared."""
 
 import contextlib
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -34,24 +31,6 @@ def told(value: Any) -> str:
     if isinstance(value, dict):
         return "-".join(f"{name}={told(one)}" for name, one in value.items()) or "plain"
     return getattr(value, "__name__", str(value))
-
-
-def fails_half_way(optimizer: zk.ZeroOptimizer, owner: Any, method: str, step: Callable[[], Any]) -> None:
-    """An error in the third call of a method within ``step``: what was saved before must be loaded, and is there again."""
-    saved, original, calls = optimizer.state_dict(), getattr(owner, method), itertools.count()
-
-    def fails(*given: Any) -> Any:
-        if next(calls) == 2:
-            raise OSError("full")
-        return original(*given)
-
-    with mock.patch.object(owner, method, fails), pytest.raises(OSError, match="full"):
-        step()
-    with pytest.raises(RuntimeError, match="failed half-way"):
-        optimizer.state_dict()
-    optimizer.load_state_dict(saved)
-    for key, state in optimizer.state_dict()["state"].items():
-        assert all(torch.equal(value, saved["state"][key][kind]) for kind, value in state.items())
 
 
 HOW = {"waits": True}

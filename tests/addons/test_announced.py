@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -46,17 +45,13 @@ def trained(case: tuple[Any, int | None]) -> tuple[list[int], str]:
     return said, ""
 
 
-def test_a_known_order_is_not_compared_again() -> None:
-    always, learned = run_world(2, trained, [(True, None), ("learned", None)])
+def test_a_known_order_is_not_compared_again_and_ranks_that_go_different_ways_say_who_does_what() -> None:
+    always, learned, *apart = run_world(2, trained, [(True, None), ("learned", None), (True, 3), ("learned", 0)], timeout=20)
     for (every, error), (once, other) in zip(always, learned, strict=True):
         assert not error + other
         assert min(every) > 5
         assert once[0] > 5 and once[1] < once[0], once
-
-
-@pytest.mark.parametrize("announce, turns", ((True, 3), ("learned", 0)))
-def test_ranks_that_go_different_ways_say_who_does_what(announce: Any, turns: int) -> None:
-    for said, error in run_world(2, trained, [(announce, turns)], timeout=20)[0]:
+    for turns, said, error in [(turns, *of) for turns, ranks in zip((3, 0), apart, strict=True) for of in ranks]:
         first, _, second = error.partition(" on rank 0 and ")
         assert len(said) == turns + 1 and "must be the same on all ranks: the next one is all_gather of 'blocks.0', " in first, error
         assert "all_gather of 'blocks.1', " in second and second.endswith("on rank 1")

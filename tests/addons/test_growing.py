@@ -83,24 +83,6 @@ def test_checkpoints_of_before_and_after(tmp_path: Path) -> None:
     assert not model._forward_pre_hooks and not optimizer._inners[0]._optimizer_step_pre_hooks
 
 
-def test_accumulate_trains_what_was_unfrozen_before_it(tmp_path: Path) -> None:
-    """Parameters of the model itself too, which are held from its beginning to its end."""
-    found = []
-    for accumulates in (False, True):
-        model, optimizer = wrapped(param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path)
-        for step in range(2):
-            model.tokens.requires_grad_(step != 0)
-            if accumulates:
-                optimizer.accumulate([batch(step)], loss_of)
-            else:
-                optimizer.backward(loss_of(model, batch(step)))
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(values(model))
-        optimizer.close()
-    assert same(*found)
-
-
 def apart(stage: int) -> list[Tensor]:
     """Ranks that unfreeze different things; one that has no forward in the first step after it."""
     model, optimizer = wrapped(stage=stage)

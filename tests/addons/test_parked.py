@@ -139,18 +139,14 @@ def writes(optimizer: zk.ZeroOptimizer, model: Any, folder: str) -> None:
         model.norm.bias.data = torch.zeros(24, device=DEVICE)
 
 
-def two(halves: list[Any], **options: Any) -> list[torch.optim.Optimizer]:
-    return [torch.optim.SGD(halves[0]["params"], lr=0.1, momentum=0.9), torch.optim.AdamW(halves[1:], **options)]
-
-
 CASES: list[tuple[Park, str, dict[str, Any]]] = [
     (park_all, "0 device", {}),
     (park_all, "1 host", {"dtype": "fp16", "no_sync": True}),
     (park_all, "2 nvme", {"model": "frozen"}),
-    (park_all, "3 device host", {"kind": two}),
+    (park_all, "3 device host", {"kind": torch.optim.SGD}),
     (park_all, "3 host device", {"model": "tied", "dtype": "fp32", "no_sync": True}),
     (park_all, "3 nvme", {"dtype": "fp16"}),
-    (park_all, "3 nvme", {"model": "checkpointed", "overlap_step": True}),
+    (park_all, "3 nvme", {"model": "checkpointed", "overlap_step": True, "state_dtype": "8bit"}),
     (refused, "0 host", {}),
     (refused, "3 nvme", {"dtype": "fp16"}),
     (wrong, "3 host", {}),

@@ -52,7 +52,6 @@ DIRECTIONS: dict[str, Any] = {  # what an optimizer goes along
     "Simple": simple,
     "OfWhole": of_whole,  # as LAMB and LARS do: a step as long as the parameter
     "Noisy": lambda self, param, state, group: param.grad + torch.randn_like(param),
-    "ByShape": lambda self, param, state, group: param.grad * param.ndim,
     "InPlace": lambda self, param, state, group: param.grad.mul_(2),  # an update that is made again would need what it was
     "Clamped": lambda self, param, state, group: param.grad.clamp_(-1e-3, 1e-3),  # once more changes nothing: a trial does not see it
     "Counting": lambda self, param, state, group: (group.update(seen=group.get("seen", 0) + 1), param.grad / group["seen"])[1],
@@ -181,7 +180,7 @@ def test_what_updates_slices_or_means_nothing_is_refused(options: dict[str, Any]
         ("Global", "parameterwise", f"Global is not parameterwise, .*{PARAM}.*use torch.optim.Muon"),
         ("LBFGS", "elementwise", "LBFGS is not elementwise.*closure"),
         *((name, "parameterwise", "The size of tensor a|'shape' do not match") for name in ("Rows", "Adafactor")),
-        *((name, "elementwise", PARAM) for name in ("ByShape", "Noisy", "InPlace")),
+        *((name, "elementwise", PARAM) for name in ("Noisy", "InPlace")),
         *((name, "parameterwise", PARAM) for name in ("Noisy", "Counting")),
         *(("ByNumber", option, r"\['most'\]") for option in ("elementwise", "parameterwise")),
     ],

@@ -60,7 +60,6 @@ def test_the_latest_copies_change_no_bit(case: Case) -> None:
 
 def test_ranks_with_devices_train_as_plain_torch() -> None:
     cases = [
-        Case(stage=1, dtype="bf16", steps=3),
         Case(stage=2, dtype="bf16", steps=3),
         Case(stage=3, dtype="bf16", overlap_step=True, steps=3),
         Case(stage=3, dtype="bf16", tier="nvme", accumulation=2, steps=2),
@@ -70,15 +69,12 @@ def test_ranks_with_devices_train_as_plain_torch() -> None:
     assert {str(case): rows for case, rows in zip(cases, table, strict=True) if any(rows)} == {}
 
 
-@pytest.mark.parametrize("seed", (0, 2))
 @small_chunks()
-def test_any_order_of_what_a_user_does_gives_the_same_bits(seed: int, tmp_path: Path) -> None:
-    want = walk(seed, "device", tmp_path, overlap_step=False)
-    ways = {"tier": "host"}, {"tier": "host", "param_tier": "device"}, {"tier": "nvme"}, {"tier": "host", "optimizer_tier": "device"}
-    for options in ways[seed // 2 :: 2]:
-        assert walk(seed, path=tmp_path, **{"overlap_step": False, **options}) == want
-    if seed % 3 == 2:  # beside the next forward
-        assert walk(seed, "host", tmp_path) == want
+def test_any_order_of_what_a_user_does_gives_the_same_bits(tmp_path: Path) -> None:
+    want = walk(2, "device", tmp_path, overlap_step=False)
+    for options in ({"tier": "host", "param_tier": "device"}, {"tier": "nvme"}, {"tier": "host", "optimizer_tier": "device"}):
+        assert walk(2, path=tmp_path, **{"overlap_step": False, **options}) == want
+    assert walk(2, "host", tmp_path) == want  # beside the next forward
 
 
 # ---- copies ---------------------------------------------------------------------------------------------------------------------------------
@@ -121,13 +117,6 @@ def test_what_was_made_on_another_stream_is_not_used_again_before_its_copy() -> 
         assert host.eq(value).all()
 
 
-@pytest.mark.races
-def test_a_value_that_was_not_awaited_is_reported() -> None:
-    (chunk,) = Tier(DEVICE, HostChunk).chunks({"param": torch.float32}, [8])
-    chunk.put("param", torch.arange(8.0, device=DEVICE))
-    chunk.load("param", DEVICE, lambda values: values).value + 1
-
-
 def test_gradients_behind_their_copies_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """However far the host is ahead: compute waits for a copy before its memory is used again."""
     monkeypatch.setattr(link_module, "BEHIND_NBYTES", 3 << 20)
@@ -167,37 +156,6 @@ def test_page_locked_memory_is_used_again_and_given_back_and_backward_waits_for_
     optimizer.step()
     optimizer.close()
     assert softgpu.pinned_nbytes() == 0
-
-
-STEADY = [
-    {"stage": 2, "optimizer_tier": "host"},
-    {"stage": 3, **HOST, "overlap_step": True},
-    {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
-]
-
-
-@pytest.mark.parametrize("options", STEADY, ids=lambda options: "-".join(map(str, options.values())))
-def test_from_the_third_step_on_nothing_is_mapped_locked_or_allocated(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two micro-batches a step, of which the first one is reduced to 16 bits, and the sum of both to 32."""
-    torch.manual_seed(0)
-    model = GPT().to(DEVICE)
-    folder = {"nvme_path": tmp_path} if "nvme" in options.values() else {}
-    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), dtype="bf16", **options, **folder)
-
-    def steps(first: int, stop: int) -> tuple[int, int]:
-        torch.cuda.reset_peak_memory_stats()
-        for seed in range(first, stop):
-            loss_of(model, batch(seed)).backward()
-            train(model, optimizer, 1, start=seed)
-        optimizer.synchronize()
-        return softgpu.pinned_nbytes(), torch.cuda.max_memory_allocated()
-
-    pinned, peak = steps(0, 3)
-    monkeypatch.setattr(memory, "aligned", lambda nbytes: pytest.fail(f"{nbytes} bytes are mapped"))
-    now = steps(3, 5)
-    assert now[0] == pinned and now[1] <= peak
 
 
 def test_a_system_that_does_not_lock_pages_costs_one_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 import zk
-from tests.integrations.families import as_rank
 from tests.models import DEVICE, GPT, batch, loss_of
-from tests.world import run_world
 from zk.integrations.accelerate import ZeroAccelerator
 
 ACCUMULATION, STEPS = 4, 4
@@ -84,31 +81,6 @@ def test_a_plain_loop_of_accelerate_trains_alike_and_resumes_from_its_state(stag
         assert all(torch.equal(found[name].cpu(), value.cpu()) for name, value in begun.named_parameters())
 
 
-def on_rank(case: tuple[str, dict[str, Any] | None]) -> Any:
-    as_rank()
-    os.environ["ACCELERATE_USE_CPU"] = str(DEVICE.type == "cpu")
-    folder, zero = case
-    losses, _ = loop(made(zero), Path(folder), stop=STEPS if zero is None else 1)
-    if zero is None:
-        return losses, 0
-    accelerator = made({"stage": 3})
-    rest, model = loop(accelerator, Path(folder), stop=1, resume=True, seed=5)
-    return losses[:-1] + rest, len(accelerator.get_state_dict(model))
-
-
-@pytest.mark.device
-def test_two_ranks_train_as_under_accelerates_own_ddp(tmp_path: Path) -> None:
-    stages = (1, 2) if DEVICE.type == "cpu" else (3,)  # and from there at stage 3
-    cases = [(str(tmp_path / "plain"), None), *((str(tmp_path / str(stage)), {"stage": stage}) for stage in stages)]
-    results = run_world(2, on_rank, cases)
-    assert not (failed := [rank for result in results for rank in result if isinstance(rank, Exception)]), failed
-    plain, *ours = results
-    for result in ours:
-        for (losses, _), (want, _) in zip(result, plain, strict=True):
-            assert losses == pytest.approx(want, rel=1e-5)
-        assert [size for _, size in result] == [len(GPT().state_dict()), 0]
-
-
 def test_what_zk_cannot_do_is_refused_and_an_optimizer_that_was_made_before_is_taken(tmp_path: Path) -> None:
     one, other = GPT(), GPT()
     with pytest.raises(ValueError, match="pass both in one call"):
@@ -129,15 +101,6 @@ def test_what_zk_cannot_do_is_refused_and_an_optimizer_that_was_made_before_is_t
         made({"dtype": "fp16"}, mixed_precision="bf16")
     with pytest.raises(ValueError, match="compile its blocks"):
         made({}, dynamo_backend="inductor")
-
-
-def test_bf16_means_bf16_parameters_without_autocast_or_with_fp32_autocast() -> None:
-    for zero, dtype in (({"stage": 1}, torch.bfloat16), ({"stage": 1, "dtype": "fp32"}, torch.float32)):
-        model = GPT()
-        model, _ = made(zero, mixed_precision="bf16").prepare(model, adamw(model))
-        logits = model(batch(0))
-        assert next(model.parameters()).dtype == logits.dtype == dtype  # given back in fp32, as accelerate does, and computed in bf16
-        assert torch.equal(logits.float(), logits.bfloat16().float())
 
 
 def test_a_state_is_written_over_and_other_models_are_accelerates(tmp_path: Path) -> None:

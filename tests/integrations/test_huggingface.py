@@ -176,28 +176,6 @@ def test_fp16_has_one_loss_scale_and_a_skipped_step_does_not_move_the_schedule(t
 # ---- evaluation, generation, weights -------------------------------------------------------------------------------------------------
 
 
-def test_generation_between_steps_and_from_pretrained_see_the_trained_parameters(tmp_path: Path) -> None:
-    class Generates(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            texts[-1].append(model.eval().generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)[0].tolist())
-            model.train()
-
-    texts: list[Any] = []
-    for cls, options in ((Trainer, {}), (ZeroTrainer, {"zero": on_drive(tmp_path)})):
-        texts.append([])
-        trainer = made(cls, "llama", tmp_path, more=SHORT, **options)
-        trainer.add_callback(Generates())
-        trainer.train()
-        trainer.save_model(str(tmp_path / cls.__name__))
-        after = type(trainer.model).from_pretrained(tmp_path / cls.__name__)
-        Generates().on_step_end(None, None, None, after)
-        predictions = trainer.predict(data("llama", 3)).predictions
-    assert texts[0] == texts[1] and len(texts[0]) == 3
-    with torch.no_grad():
-        ids = torch.stack([one["input_ids"] for one in data("llama", 3)])
-        assert after.eval()(ids).logits.numpy() == pytest.approx(predictions, abs=1e-5)
-
-
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     more = {"load_best_model_at_end": True, "learning_rate": 0.5, "save_total_limit": 1}  # at this rate the last is worse
     trainer = trained(ZeroTrainer, "gpt2", tmp_path, more=more, zero=on_drive(tmp_path))
@@ -311,17 +289,11 @@ def test_a_second_train_begins_anew(tmp_path: Path) -> None:
 # ---- logs, what it takes, and what is refused ------------------------------------------------------------------------------------------
 
 
-def test_rates_go_to_loggers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    trainer = trained(ZeroTrainer, "vit", tmp_path, more={**SHORT, "report_to": ["tensorboard"]}, zero=zk.ZeroConfig(stage=2))
+def test_rates_are_logged(tmp_path: Path) -> None:
+    trainer = trained(ZeroTrainer, "vit", tmp_path, more=SHORT, zero=zk.ZeroConfig(stage=2))
     lines = [line for line in trainer.state.log_history if "loss" in line]
     assert len(lines) == 2 and all(line["zk/step_s"] > 0 for line in lines)
     assert trainer.zero.metrics()["grad_norm"] == pytest.approx(min(lines[-1]["grad_norm"], 1.0), rel=1e-6)  # clipped
-    events = accumulator.EventAccumulator(str(tmp_path / "events"))
-    events.Reload()
-    assert len(events.Scalars("train/zk/step_s")) == 2
-    assert {f"train/{name}" for name in lines[-1] if name.startswith("zk/")} <= set(events.Tags()["scalars"])
 
 
 DEEPSPEED: dict[str, Any] = {
@@ -339,8 +311,6 @@ DEEPSPEED: dict[str, Any] = {
         ({"bf16": True}, {"dtype": "fp16"}, "mixed precision is 'bf16'"),
         ({"bf16": True, "bf16_full_eval": True}, {}, "bf16_full_eval=True.*remove it"),
         ({"torch_compile": True}, {}, "compile"),
-        ({}, {"stage": 4}, "stage"),
-        ({}, {**DEEPSPEED, "zero_optimisation": {"stage": 3}}, r"write 'zero_optimization\.stage', or remove it"),
     ),
 )
 def test_arguments_that_contradict_zk_are_refused(more: dict[str, Any], zero: dict[str, Any], message: str, tmp_path: Path) -> None:
