@@ -404,11 +404,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for closed in (*self._seams.closed, *(t.close for t in self._layout.tiers.values())):
                 stack.callback(closed)
             stack.callback(self._runtime.detach, None)
-            stores = self._runtime.stores
-            giving = (store.give_back() for store in stores[::-1] if gather)  # type: ignore
-            for store in stores:
+            for store in self._runtime.stores:
                 stack.callback(self._runtime.detach, store)
-                stack.callback(next, giving, None)  # none after one that failed
+                if gather:
+                    stack.callback(store.give_back)
             self._trained = []
             if not self._torn:
                 self.synchronize()

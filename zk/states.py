@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,7 @@ def states_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
         for index in begun:
             numbers = store.rule.numbers(store.groups[index], store.steps[index])
             values = {kind: store.read(kind, index) for kind in kept}
-            states[order[store.unit.params[index]]] = numbers | values
+            states[order[store.unit.params[index]]] = copy.deepcopy(numbers) | values
     groups = [
         group | {"params": [order[param] for param in group["params"]]}
         for group in optimizer.param_groups

@@ -43,7 +43,7 @@ def simple(self: Any, param: Tensor, state: dict[str, Any], group: dict[str, Any
 
 
 def of_whole(self: Any, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-    state["updates"] = state.get("updates", 0) + 1
+    state.setdefault("updates", torch.zeros(())).add_(1)  # in place, as torch's optimizers count
     average = simple(self, param, state, group)
     return state["updates"] ** -0.5 * param.norm() / average.norm().clamp(min=1e-6) * average
 

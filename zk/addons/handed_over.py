@@ -78,8 +78,7 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 ELSEWHERE = (
-    "states of a ZeroOptimizer rest on its tiers: optimizer.state_dict() and load_state_dict() read and "
-    "write them, and zk.gather(param, kind='exp_avg', write=True)"
+    "states of a ZeroOptimizer rest on its tiers: use state_dict(), load_state_dict(), zk.gather"
 )
 
 
@@ -89,7 +88,8 @@ class Elsewhere(dict[Any, Any]):
     def refuse(self, *_: Any) -> None:
         raise TypeError(ELSEWHERE)
 
-    __missing__ = __setitem__ = __delitem__ = update = setdefault = pop = clear = refuse  # type: ignore
+    __missing__ = __setitem__ = __delitem__ = __ior__ = refuse  # type: ignore[assignment]
+    update = setdefault = pop = clear = refuse  # type: ignore[assignment]
 
 
 def refuse(call: str, optimizer: object, *_: Any) -> None:

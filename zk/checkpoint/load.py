@@ -46,6 +46,8 @@ def load_checkpoint(
             this model and optimizer: then nothing has been changed.
     """
     save.saver_of(optimizer).synchronized()
+    if not optimizer._torn:
+        optimizer._settle()
     with checked(optimizer, Path(directory), scheduler) as (checkpoint, targets):
         head, rank = checkpoint.head, optimizer._layout.comm.rank
         with replacing(optimizer, f"load_checkpoint({str(checkpoint.folder)!r})"):

@@ -135,6 +135,7 @@ class StepRule(Rule):
         worker = copy.copy(self.inner)
         plain = {name: value for name, value in PLAIN.items() if name in group}
         worker.param_groups = [{**group, **plain, "params": [param]}]
+        state = {n: v if is_field(v) else copy.deepcopy(v) for n, v in state.items()}
         worker.state = defaultdict(dict, {param: state} if state else {})
         worker.step()
         return dict(worker.state[param])
@@ -147,16 +148,16 @@ class StepRule(Rule):
             known[count + 1] = numbers_of(self.step_of_ones(group, known[count]))
             if (count - 2) % KEPT:  # some stay, from which those of parameters that are behind follow
                 known.pop(count - 2, None)
-        return copy.deepcopy(known[step])  # a tensor that a step counts up is one parameter's
+        return known[step]
 
     def know(self, group: Group, step: int, numbers: dict[str, Tensor]) -> None:
-        self.known[id(group["params"])][step] = numbers or self.first
+        self.known[id(group["params"])][step] = copy.deepcopy(numbers) or self.first
 
     def step_of_ones(self, group: Group, numbers: dict[str, Tensor]) -> dict[str, Any]:
         param = nn.Parameter(torch.ones(2, dtype=torch.float32))
         param.grad = torch.ones_like(param)
         fields = {name: torch.ones_like(param.grad) for name in self.names}
-        return self.run(group, param, fields | copy.deepcopy(numbers) if numbers else {})
+        return self.run(group, param, fields | numbers if numbers else {})
 
 
 def is_field(value: Any) -> bool:
