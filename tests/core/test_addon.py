@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,15 +21,52 @@ def double(optimizer: zk.ZeroOptimizer, value: int) -> int:
     return 2 * value if optimizer.config.stage == 1 else 0
 
 
-def test_quick_methods_of_other_rooms_are_found_by_name_and_missed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    methods: dict[str, Any] = {"doubled": "tests.core.test_addon:double", "gone": "zk.nowhere:function"}
-    monkeypatch.setattr(addon, "METHODS", {**addon.METHODS, **methods})
+def test_registered_options_and_methods_are_an_optimizers_own_and_are_missed_by_name() -> None:
     model = nn.Linear(2, 2)
-    optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
-    assert optimizer.doubled(3) == 6 and "doubled" in dir(optimizer) and "Twice" in optimizer.doubled.__doc__
-    assert not hasattr(optimizer, "anything_else")
-    with pytest.raises(AttributeError, match=r"'gone' is in zk\.nowhere, which is not there"):
-        optimizer.gone()
+    with mock.patch.dict(addon.METHODS), mock.patch.dict(addon.OPTIONS):
+        zk.register_methods(doubled="tests.core.test_addon:double", gone="zk.nowhere:function")
+        zk.register(listens="tests.core.test_addon:Listening")
+        optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1, listens=[])
+        assert optimizer.doubled(3) == 6 and "doubled" in dir(optimizer) and "Twice" in optimizer.doubled.__doc__
+        with pytest.raises(AttributeError, match=r"'gone' is in zk\.nowhere, which is not there"):
+            optimizer.gone()
+    assert not hasattr(optimizer, "anything_else") and not hasattr(optimizer, "doubled")
+
+
+class Listening(zk.Addon):
+    def __init__(self, heard: list[Any]) -> None:
+        self.heard = heard
+
+    def changing(self, store: Any, number: int) -> None:
+        self.heard.append((store.unit.name, number, float(store.unit.params[0].detach()[0, 0])))
+
+    def synchronized(self) -> None:
+        self.heard.append("synchronized")
+
+
+class Updating(zk.Addon):
+    def attach(self, optimizer: zk.ZeroOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def updater(self) -> Any:
+        return self.optimizer._update_units
+
+
+def test_an_add_on_hears_of_a_chunk_before_it_changes_and_one_alone_updates() -> None:
+    model, heard = nn.Linear(1, 1, bias=False), list[Any]()
+    model.weight.data.fill_(1.0)
+    addons: list[addon.Addon] = [Listening(heard), Updating()]
+    optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=1, addons=addons)
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    optimizer.synchronize()
+    assert heard == [("model", 0, 1.0), "synchronized"] and model.weight.item() == 0.5
+    optimizer.close()
+    another = type("Another", (Updating,), {})()
+    optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), addons=[*addons, another])
+    model(torch.ones(1, 1)).sum().backward()
+    with pytest.raises(RuntimeError, match="Updating and Another each decide 'updater'"):
+        optimizer.step()
 
 
 CASES = [
