@@ -14,7 +14,7 @@ from torch import nn
 import zk
 from tests.adversary import adversarial_drive
 from tests.world import run_world
-from zk.logs import log, rank_log
+from zk.logs import log, rank_log, say
 from zk.store import UnitStore
 
 TIERS = {"stage": 3, "dtype": "bf16", "param_tier": "nvme", "optimizer_tier": "nvme"}
@@ -38,8 +38,9 @@ def test_the_start_block_is_the_summary_unless_zk_is_quiet(
     for quiet in ("", "1"):
         monkeypatch.setenv("ZK_QUIET", quiet)
         made(tmp_path).close()
+        say("of a user's")
         said = capsys.readouterr().err
-        assert ("stage 3 | bf16, fp32 master split | 1 rank" in said) == (not quiet)
+        assert ("stage 3 | bf16, fp32 master split | 1 rank" in said) == ("of a user's" in said) == (not quiet)
         assert ("parameters 24.4 KiB" in said) == (not quiet) and max(map(len, said.splitlines()), default=0) <= 80
 
 
@@ -99,3 +100,5 @@ def test_the_first_rank_speaks_for_all_and_each_for_itself(monkeypatch: pytest.M
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")  # torchrun's, before ranks are joined
     assert said() == ["zk: rank 1: my drive"]
+    monkeypatch.delenv("WORLD_SIZE")
+    assert said() == ["zk: for all", "zk: my drive"]

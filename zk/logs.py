@@ -28,7 +28,6 @@ class _Signed(logging.Filter):
     """Puts ``zk:`` and the rank in front; ``everywhere`` False drops what another rank than the first says."""
 
     def __init__(self, everywhere: bool) -> None:
-        super().__init__()
         self.everywhere = everywhere
 
     def filter(self, record: logging.LogRecord) -> bool:
