@@ -60,7 +60,7 @@ lint: $(READY)
 
 # the documentation as pages in site/; a broken link, an unknown reference or a page that nobody finds is an error
 site: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # DeepSpeed beside zk in one table; installs DeepSpeed into an environment of its own
 bench-peers: $(READY) $(VENV)/.peers
