@@ -417,6 +417,10 @@ def test_gather_shows_and_changes_what_was_assigned(stage: int) -> None:
         assert grad.eq(1).all()
         grad.add_(1)
     assert model.weight.grad.eq(2).all()
+    clip_grad_norm_(model.parameters(), 0.5)
+    with zk.gather(model.weight, kind="grad", write=True) as (grad,):
+        grad.fill_(4)  # and not what clipping has left to multiply by
+    assert model.weight.grad.eq(4).all()
     model.weight.grad = torch.full((4, 4), 3.0)
     with zk.gather(model.weight, kind="grad") as (grad,):
         assert grad.eq(3).all()
