@@ -538,16 +538,6 @@ def test_what_is_gathered_shows_a_step_that_is_made_inside(tmp_path: Path) -> No
         assert not any(torch.equal(*pair) for pair in zip(values, before, strict=True))
 
 
-@pytest.mark.parametrize("stage", (1, 3))
-def test_parameters_are_those_of_loaded_masters_at_once(stage: int) -> None:
-    (model, optimizer), _ = both(stage=stage, dtype="bf16")
-    train(model, optimizer)
-    saved, want = optimizer.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
-    train(model, optimizer)
-    optimizer.load_state_dict(saved)
-    assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
-
-
 def test_a_frozen_model_needs_no_optimizer(tmp_path: Path) -> None:
     """A reference, a reward model, a teacher: forward alone, from any tier."""
     with pytest.raises(TypeError, match="or None for a frozen model; got NoneType"):

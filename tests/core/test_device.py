@@ -15,7 +15,7 @@ import torch
 import zk
 from tests import softgpu
 from tests.core.test_tiers import walk
-from tests.models import DEVICE, GPT, batch, loss_of, small_chunks, train
+from tests.models import DEVICE, GPT, adamw, batch, loss_of, small_chunks, train
 from tests.parity import Case, run_case
 from tests.world import run_world
 from zk import memory
@@ -175,3 +175,13 @@ def test_what_is_all_on_the_device_needs_no_cupy_and_copies_nothing(monkeypatch:
     assert softgpu.stats["copies"] == copies
     with pytest.raises(ImportError, match="pip install cupy-cuda13x"):
         trained(1, **HOST)
+
+
+def test_parameters_are_those_of_loaded_masters_at_once() -> None:
+    model = GPT().to(DEVICE)
+    with zk.ZeroOptimizer(model, adamw(model), stage=1, dtype="bf16", optimizer_tier="host") as optimizer:
+        train(model, optimizer)
+        saved, want = optimizer.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
+        train(model, optimizer)
+        optimizer.load_state_dict(saved)
+        assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
