@@ -22,12 +22,9 @@ IN_PART = (
     "core/test_nn_activations.py",
     "core/test_nn_deferred.py",
     "core/test_nn_tiled_linear.py",
-    "core/test_precision.py",
-    "core/test_ranks.py",
     "integrations/test_accelerate.py",
     "integrations/test_huggingface.py",
     "integrations/test_lightning.py",
     "test_deepspeed.py",
-    "test_doctor.py",
     "test_train.py",
 )
