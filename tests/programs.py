@@ -4,11 +4,7 @@ On the software GPU a program ends with status 86 where it raced. A program ends
 are left to the system: tests of imports, of shared pages and of the interpreter's very end start an interpreter instead.
 """
 
-from __future__ import annotations
-
 import atexit
-import contextlib
-import io
 import os
 import runpy
 import signal
@@ -18,6 +14,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -94,7 +91,6 @@ class Program:
         self.stdout, self.stderr = (os.fdopen(os.dup(reader.fileno()), encoding="utf-8", errors="replace") for reader in readers)
         for reader in readers:
             reader.close()
-        assert self.process.pid is not None
         self.pid = self.process.pid
 
     @property
@@ -108,7 +104,6 @@ class Program:
     kill = send_signal
 
     def wait(self, timeout: float = 300.0) -> int:
-        """Return its exit status, as subprocess does."""
         self.process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired(self.process.name, timeout)
@@ -116,20 +111,13 @@ class Program:
 
     def communicate(self, timeout: float = 300.0) -> tuple[str, str]:
         """All that it still prints, once it has ended."""
-        said = ["", ""]
-
-        def read(number: int, stream: io.TextIOWrapper) -> None:
-            with contextlib.closing(stream):
-                said[number] = stream.read()
-
-        streams = enumerate((self.stdout, self.stderr))
-        readers = [threading.Thread(target=read, args=(number, stream), daemon=True) for number, stream in streams if not stream.closed]
-        for reader in readers:
-            reader.start()
-        self.wait(timeout)
-        for reader in readers:
-            reader.join(timeout)
-        return said[0], said[1]
+        with ThreadPoolExecutor(2) as readers, self.stdout, self.stderr:
+            said = [readers.submit(stream.read) for stream in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+            finally:
+                self.kill()
+            return said[0].result(), said[1].result()
 
 
 def rank_of(world: int, rank: int, port: int) -> dict[str, str]:
@@ -141,10 +129,7 @@ def rank_of(world: int, rank: int, port: int) -> dict[str, str]:
 def run(*arguments: str, env: Mapping[str, str] | None = None, timeout: float = 300.0, check: bool = False) -> subprocess.CompletedProcess[str]:
     """``subprocess.run``, with what the program prints."""
     program = Program(*arguments, env=env)
-    try:
-        stdout, stderr = program.communicate(timeout)
-    finally:
-        program.kill()
+    stdout, stderr = program.communicate(timeout)
     done = subprocess.CompletedProcess(arguments, program.wait(timeout), stdout, stderr)
     if check and done.returncode:
         raise AssertionError(f"{arguments[:2]} ended with {done.returncode}:\n{stderr}")

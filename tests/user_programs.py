@@ -4,10 +4,9 @@
 """
 
 # ruff: noqa: F401  (programs find what is imported)
-from __future__ import annotations
-
 import copy
 import dataclasses
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -23,19 +22,15 @@ import zk
 
 
 class Block(nn.Module):
-    """Two layers and a residual, smooth everywhere."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.nn.functional.softplus(self.up(x)))
+        return x + self.down(torch.nn.functional.softplus(self.up(x)))  # smooth everywhere
 
 
 class Net(nn.Module):
-    """Blocks and a head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(8, 4)
@@ -48,16 +43,14 @@ class Net(nn.Module):
 
 
 WRITES: dict[str, Callable[[Any, Any], Any]] = {
-    "data": lambda query, key: setattr(key, "data", key.data * 0.9 + query.data * 0.1),
-    "data in place": lambda query, key: key.data.mul_(0.9).add_(query.data, alpha=0.1),
-    "lerp": lambda query, key: key.lerp_(query, 0.1),
-    "copy": lambda query, key: key.copy_(query),
+    "set_data_in_forward": lambda query, key: setattr(key, "data", key.data * 0.9 + query.data * 0.1),
+    "change_data_in_forward": lambda query, key: key.data.mul_(0.9).add_(query.data, alpha=0.1),
+    "interpolate_in_forward": lambda query, key: key.lerp_(query, 0.1),
+    "copy_in_forward": lambda query, key: key.copy_(query),
 }
 
 
 class Writing(nn.Module):
-    """A model that writes parameters in its forward."""
-
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
@@ -110,7 +103,6 @@ class Run:
         return numbers if self.whole else numbers.chunk(self.world)[self.rank]
 
     def ids(self) -> Tensor:
-        """(8 / world, 3) numbers of rows."""
         return (self.batch(3).abs() * 7).long().clamp(max=19)
 
     def loss(self) -> Tensor:
@@ -125,22 +117,12 @@ class Run:
         backward(loss, **kwargs)
 
     def finish(self) -> None:
-        """step() and zero_grad()."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def see(self, value: Any) -> None:
         """Note a value that must be the same."""
         self.seen.append(float(value))
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        return list(self.model.parameters())
-
-    @property
-    def users(self) -> Any:
-        """The optimizer that the user has made."""
-        return getattr(self.optimizer, "inner", self.optimizer)
 
 
 def halve(param: nn.Parameter) -> None:
@@ -263,7 +245,7 @@ head.weight.grad.mul_(0.5)
 # step_twice | GONE
 run.optimizer.step()
 # zero_the_users_optimizer
-run.users.zero_grad()
+users.zero_grad()
 run.backward()
 # zero_a_part
 run.model.blocks[0].zero_grad()
@@ -393,11 +375,11 @@ state[head.bias] = {"step": torch.tensor(3.0), "exp_avg": torch.ones(4), "exp_av
 for values in state.values():
     for name, value in values.items(): values[name] = value.to(params[0].device)
 # state_of_the_users_optimizer | was given to a ZeroOptimizer, which has its states
-saved = copy.deepcopy(run.users.state_dict())
+saved = copy.deepcopy(users.state_dict())
 run.see(saved["state"][0]["exp_avg"].norm())
 if run.step == 1:
     saved["state"][0]["exp_avg"] *= 2
-    run.users.load_state_dict(saved)
+    users.load_state_dict(saved)
 # state_of_another_name | ELSEWHERE
 state[head.weight]["mine"] = torch.zeros(4, 8)
 # state_with_another_name | ELSEWHERE
@@ -455,10 +437,7 @@ with torch.no_grad(), zk.gather(params):
 with zk.gather(params): run.see(torch.func.grad(lambda weight: weight.square().sum())(head.weight).sum())
 """
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "set_data_in_forward": lambda: Writing("data"),
-    "change_data_in_forward": lambda: Writing("data in place"),
-    "interpolate_in_forward": lambda: Writing("lerp"),
-    "copy_in_forward": lambda: Writing("copy"),
+    **{how: functools.partial(Writing, how) for how in WRITES},
     "renormalize_rows_in_forward": lambda: nn.Sequential(nn.Embedding(20, 8, max_norm=0.5), nn.Linear(8, 4)),
     "channels_last": Convolving,
     "channels_last_after_the_wrap": Convolving,
@@ -473,7 +452,7 @@ WHOLE |= {name for name in MODELS if name.endswith("in_forward")}
 class Program:
     """What each step does, the model, and what is said of it."""
 
-    run: Callable[[Run], None]
+    code: Any  # Python
     model: Callable[[], nn.Module]
     whole: bool  # as of Run
     verdicts: tuple[str, str]  # at stages 0-2 and at stage 3: "right", or a pattern
@@ -483,16 +462,11 @@ class Program:
         verdict = self.verdicts[stage == 3]
         return "right" if verdict == "right" else "listed" if verdict.startswith("WRONG") else "refused"
 
-
-def compiled(name: str, lines: list[str]) -> Callable[[Run], None]:
-    """Python of a program."""
-    code = compile("\n".join(lines), f"<program {name}>", "exec")
-
-    def run(run: Run) -> None:
-        names = {"run": run, "params": run.params, "head": getattr(run.model, "head", None), "state": run.optimizer.state}
-        exec(code, globals() | names | {"is_zk": isinstance(run.optimizer, zk.ZeroOptimizer)})
-
-    return run
+    def run(self, run: Run) -> None:
+        """Take one step. ``users``: the optimizer that the user has made."""
+        names = {"run": run, "params": [*run.model.parameters()], "head": getattr(run.model, "head", None), "state": run.optimizer.state}
+        names |= {"is_zk": isinstance(run.optimizer, zk.ZeroOptimizer), "users": getattr(run.optimizer, "inner", run.optimizer)}
+        exec(self.code, globals() | names)
 
 
 def read(source: str) -> Iterator[tuple[str, Program]]:
@@ -505,8 +479,8 @@ def read(source: str) -> Iterator[tuple[str, Program]]:
             names, *said = (part.strip() for part in header.split("|"))
             verdicts = [SAYS.get(word, word) or "right" for word in said] or ["right"]
             for name in names.split(", "):
-                run = compiled(name, [before, *lines, after])
-                yield name, Program(run, MODELS.get(name, Net), name in WHOLE, (verdicts[0], verdicts[-1]))
+                code = compile("\n".join([before, *lines, after]), f"<program {name}>", "exec")
+                yield name, Program(code, MODELS.get(name, Net), name in WHOLE, (verdicts[0], verdicts[-1]))
 
 
 PROGRAMS = dict(read(SOURCE))

@@ -3,9 +3,8 @@
 import contextlib
 import signal
 import threading
-import time
-from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,17 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zk
 from tests.addons.common import faults_of_ranks, same
-from tests.addons.test_experts import Mixture
+from tests.addons.test_experts import mixture
 from tests.models import DEVICE, GPT, batch, loss_of, small_chunks
 from tests.parity import Case, drive, states_of
-
-device = pytest.mark.device
-
-
-@pytest.fixture(autouse=True)
-def small() -> Iterator[None]:
-    with small_chunks():
-        yield
 
 
 class Dropped(nn.Module):
@@ -63,25 +54,13 @@ class Dropped(nn.Module):
         return x
 
 
-class Routed(Mixture):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(torch.cat([x, x], 1))
-
-
-class Cache:
-    def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-
-
 class InAnObject(nn.Linear):
     def forward(self, x: Tensor) -> Any:
-        out = Cache()
-        out.keys.append(super().forward(x))
-        return out
+        return SimpleNamespace(keys=[super().forward(x)])
 
 
 class Writes(nn.Linear):
-    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
         cache.keys.append(x)
         return super().forward(x)
 
@@ -92,7 +71,7 @@ class Of(nn.Module):
         self.blocks, self.is_checkpointed = nn.ModuleList([kind(8, 8), nn.Linear(8, 8)]).to(DEVICE), False
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.blocks[0](x, *[Cache()] * isinstance(self.blocks[0], Writes))
+        out = self.blocks[0](x, *[SimpleNamespace(keys=[])] * isinstance(self.blocks[0], Writes))
         return self.blocks[1](out if isinstance(out, Tensor) else out.keys[0])
 
 
@@ -124,7 +103,7 @@ def trained(
     model, found = make(), list[Any]()
     model.is_checkpointed = not accumulates
     is_text = isinstance(model, GPT)
-    with drive(Case(tier=tier)) as place:
+    with small_chunks(), drive(Case(tier=tier)) as place:
         options |= {"optimizer_tier": tier, "param_tier": tier if stage == 3 else "device", "clip_grad_norm": None if before else 0.3, **place}
         optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=stage, **options)
         for step in range(3):
@@ -181,12 +160,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "in autocast": {"around": True},
     "with autocast in it": {"loss": in_autocast},
     "a tensor in an object": {"make": lambda: Of(InAnObject)},
-    "experts": {"make": Routed, "experts": True, "announce": True},
+    "experts": {"make": mixture, "loss": lambda model, x: squares(model, x.repeat(1, 2)), "units": ["0", "1"], "experts": True, "announce": True},
 }
 ON_DEVICE = {"in autocast", "nvme", "overlap", "inputs on the host", "after a backward", "residual", "backward"}
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[device] * (way in ON_DEVICE)) for way in WAYS])
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.device] * (way in ON_DEVICE)) for way in WAYS])
 def test_it_trains_what_the_usual_loop_trains(way: str) -> None:
     got, want = trained(True, **WAYS[way]), trained(False, **WAYS[way])
     assert same(got, want) and got[-1] == (3 if way == "overflow" else 0)
@@ -197,8 +176,7 @@ def of_rank(case: tuple[str, int]) -> str:
     """A rank with another number of micro-batches, which a usual loop within no_sync() takes too."""
     way, stage = case
     options = WAYS[way] | {"count": WAYS[way].get("count", 2) + dist.get_rank(), "stage": stage}
-    with small_chunks():
-        got, want = trained(True, **options), trained(False, **options | {"stage": min(stage, 2)})  # at stage 3 ranks would gather other units
+    got, want = trained(True, **options), trained(False, **options | {"stage": min(stage, 2)})  # at stage 3 ranks would gather other units
     return "" if same(got, want) else f"{got[0]} instead of {want[0]}"
 
 
@@ -221,19 +199,13 @@ def test_a_step_moves_each_unit_as_often_however_many_micro_batches() -> None:
         assert (len(moved), optimizer._runtime.counts["gathers"]) == (5, 9)  # 4 blocks twice, and the rest of the model once
 
 
-def own_backward(model: Any, x: Tensor) -> Tensor:
-    loss = squares(model, x)
-    loss.backward()
-    return loss.detach()
-
-
 REFUSED: list[tuple[str, Any, Any]] = [
     ("a checkpoint is around 'blocks.1' and more", partial(Dropped, "wide"), squares),
     (r"sets \['mask'\]", partial(Dropped, "sets"), squares),
     ("writes into its arguments", lambda: Of(Writes), squares),
     ("writes into its arguments", lambda: Of(lambda *_: nn.BatchNorm1d(8)), squares),
     ("take different ways", Dropped, lambda model, x: model.blocks[int(x[0, 0] > 0)](x).sum()),
-    ("calls backward", Dropped, own_backward),
+    ("calls backward", Dropped, lambda model, x: squares(model, x).backward()),
     ("calls backward", Dropped, lambda model, x: torch.autograd.grad(squares(model, x.requires_grad_()), [x])[0].sum()),
     ("scalar tensor", Dropped, lambda model, x: model(x)),
 ]
@@ -257,7 +229,7 @@ def test_what_it_cannot_follow_is_refused_and_training_goes_on(words: str, make:
 
 
 def test_an_error_of_the_model_leaves_nothing_half_done() -> None:
-    batches, before, found = [batch(0), batch(1)], threading.active_count(), []
+    batches, before, found = [batch(0), batch(1)], {*threading.enumerate()}, []
 
     def failing(model: nn.Module, ids: Tensor) -> Tensor:
         loss = loss_of(model, ids)
@@ -274,10 +246,9 @@ def test_an_error_of_the_model_leaves_nothing_half_done() -> None:
         if error:
             with pytest.raises(error):
                 optimizer.accumulate(batches, failing)
-            deadline = time.monotonic() + 10
-            while threading.active_count() > before and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert threading.active_count() <= before
+            for lane in {*threading.enumerate()} - before:
+                lane.join(10)
+                assert not lane.is_alive()
         losses = optimizer.accumulate(batches, loss_of)
         optimizer.step()
         found.append([*losses, *states_of(optimizer)])

@@ -1,7 +1,5 @@
 """announce=True: ranks that go different ways are told who does what, before an update; a known order costs one exchange a step."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
@@ -9,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import zk
-from tests.models import GPT, batch, loss_of
+from tests.models import batch, gpt, loss_of
 from tests.world import run_world
 from zk.parallel.comm import Comm
 
@@ -17,8 +15,7 @@ from zk.parallel.comm import Comm
 def trained(case: tuple[Any, int | None]) -> tuple[list[int], str]:
     """Exchanges of words in each of four steps; in one of them, ``turns``, rank 1 leaves out a block. And the error of that."""
     announce, turns = case
-    torch.manual_seed(0)
-    model = GPT()
+    model = gpt()
     optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=3, announce=announce, prefetch=0)
     said, original = [], Comm.words
 

@@ -50,15 +50,10 @@ ON_DEVICE += [case for case in CASES if "waits" in case[2] and case[0] in MEANWH
 
 def differing(what: str, waits: bool = True, **options: Any) -> tuple[list[int], int]:
     """What differs from updates in step(), by number, and how many units' shadows were taken. Units have several chunks."""
-    taken, take = [], Backward.take
-
-    def counted(self: Backward, store: UnitStore, number: int, *given: Any) -> None:
-        taken.extend([store] * (number == 0))
-        take(self, store, number, *given)
-
-    count, chunks = mock.patch.object(Backward, "take", counted), small_chunks()
-    with count, chunks, mock.patch.dict(HOW, waits=waits):
-        return unlike(PROGRAMS[what], STEPS, {"overlap_step": "backward"}, **options), len(taken)
+    taken, take = list[int](), Backward.take
+    counted = mock.patch.object(Backward, "take", lambda *given: take(*given) or taken.append(given[2]))
+    with counted, small_chunks(), mock.patch.dict(HOW, waits=waits):
+        return unlike(PROGRAMS[what], STEPS, {"overlap_step": "backward"}, **options), taken.count(0)
 
 
 @pytest.mark.parametrize(

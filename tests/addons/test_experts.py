@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zk
 from tests.addons.common import faults_of_ranks
+from tests.models import adamw, descend
 from tests.parity import Case, run_case
 from tests.world import call, run_world
 
@@ -46,20 +47,13 @@ class Block(nn.Module):
         return x + out
 
 
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+def mixture() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block())
 
 
 def wrapped(model: nn.Module, **options: Any) -> zk.ZeroOptimizer:
-    return zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=3, **options)
+    return zk.ZeroOptimizer(model, adamw(model), stage=3, units=[Block], **options)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -67,87 +61,70 @@ def test_experts_train_as_in_plain_torch(case: Case) -> None:
     assert run_case(case) == ""
 
 
-WORLD = 2 if torch.cuda.is_available() else 3
-
-
 @pytest.mark.device
 def test_ranks_that_use_different_experts_train_as_plain_torch() -> None:
-    assert faults_of_ranks(WORLD, run_case, [*CASES[:2], *CASES[4:]]) == {}
+    assert faults_of_ranks(2 if torch.cuda.is_available() else 3, run_case, [*CASES[:2], *CASES[4:]]) == {}
 
 
 def test_an_expert_that_is_not_used_does_not_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, moved = Mixture(), set[str]()
+    model, moved = mixture(), set[str]()
     options: dict[str, Any] = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path, "prefetch": 3}
     with wrapped(model, experts=True, **options) as optimizer:
         for store in optimizer._runtime.stores:
             for chunk in (store.param, *store.states, *store.grad.chunks):
-                for call, method in ((call, getattr(chunk, call)) for call in ("fetch", "open", "put")):
-
-                    def noted(*given: Any, name: str = store.unit.name, plain: Any = method) -> Any:
-                        moved.add(name)
-                        return plain(*given)
-
+                for call in ("fetch", "open", "put"):
+                    plain = getattr(chunk, call)
+                    noted = lambda *given, name=store.unit.name, plain=plain: (moved.add(name), plain(*given))[1]  # noqa: E731
                     monkeypatch.setattr(chunk, call, noted)
         for step, closed in enumerate(([], [], [0, 1, 2, 3], [4, 5, 6, 7])):  # what was used before is not brought again
             moved.clear()
-            for layer in model.layers:
-                layer.closed = closed  # type: ignore[assignment]
-            model(torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(step))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            assert {f"layers.{layer}.experts.{number}" for layer in range(2) for number in range(NUM) if number not in closed} & moved
-            assert {f"layers.{layer}.experts.{number}" for layer in range(2) for number in closed} & moved == set()
+            for layer in model:
+                layer.closed = closed
+            descend(optimizer, model(torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(step))).square().mean())
+            assert {f"{layer}.experts.{number}" for layer in range(2) for number in range(NUM) if number not in closed} & moved
+            assert {f"{layer}.experts.{number}" for layer in range(2) for number in closed} & moved == set()
 
 
 def trained(kind: str) -> tuple[list[set[str]], dict[str, int]]:
     """What is gathered in each step, where one of two ranks leaves out what ``closed`` has; and how often, in the last one."""
-    model, rank, gathered = Mixture(), dist.get_rank(), []
-    with wrapped(model, units=["layers.0", "layers.1"], experts=True) as optimizer:
+    model, rank, gathered = mixture(), dist.get_rank(), []
+    with wrapped(model, experts=True) as optimizer:
         names, plain = list[str](), optimizer._layout.sharers.all_gather
         optimizer._layout.sharers.all_gather = lambda about, *given: (names.append(about), plain(about, *given))[1]  # type: ignore[method-assign]
         for step, closed in enumerate(([], [0, 1, 2], [4, 5, 6, 7])):
             names.clear()
-            for number, layer in enumerate(model.layers):
-                layer.closed = [*closed, 3 + rank] if number else closed  # type: ignore[assignment]
+            for number, layer in enumerate(model):
+                layer.closed = [*closed, 3 + rank] if number else closed
             x = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
             if kind == "no grad first":  # as an evaluation, or a part that is frozen
                 with torch.no_grad():
-                    loss = model(x)
-                loss = loss + model(x)
+                    out = model(x)
+                out = out + model(x)
             else:  # a part of each block, and what is around it
-                for layer in model.layers:
-                    x = checkpoint(layer, x, use_reentrant=False)
-                loss = x.square().mean() + x.mean()
-            loss.backward()
+                out = checkpoint(model[1], checkpoint(model[0], x, use_reentrant=False), use_reentrant=False)
+            (out.square().mean() + out.mean()).backward()
             gathered.append({*names})
             optimizer.step()
             optimizer.zero_grad()
         return gathered, {name: names.count(name) for name in names}
 
 
-class Outside(Mixture):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.layers[0].experts[0](x))
-
-
-def refused(_: None) -> str:
-    model = Outside()
-    with wrapped(model, experts=True), pytest.raises(RuntimeError) as caught:
-        model(torch.ones(2, WIDTH))
-    return str(caught.value)
+def outside(_: None) -> None:
+    model = mixture()
+    with wrapped(model, experts=True), pytest.raises(RuntimeError, match=r"'0\.experts\.0' is used outside of its block"):
+        model[0].experts[0](torch.ones(2, WIDTH))
 
 
 def test_over_ranks_an_expert_that_no_rank_uses_is_not_gathered() -> None:
     with pytest.raises(ValueError, match="experts must be True or False; got 3"):
-        wrapped(Mixture(), experts=3)
+        wrapped(mixture(), experts=3)
     kinds = ["no grad first", "checkpointed"]
-    jobs: list[Any] = [*((trained, kind) for kind in kinds), (refused, None)]
-    *table, said = run_world(2, call, jobs, timeout=120)
-    assert all("'layers.0.experts.0' is used outside of its block" in words for words in said)
+    *table, said = run_world(2, call, [*((trained, kind) for kind in kinds), (outside, None)], timeout=120)
+    assert said == [None, None]
     for kind, ((gathered, counts), (others, _)) in zip(kinds, table, strict=True):
         assert gathered == others  # what one rank uses, all gather
         unused = [set(), {0, 1, 2}, {4, 5, 6, 7}]
         for names, closed in zip(gathered, unused, strict=True):
             used = {int(name.rpartition(".")[2]) for name in names if ".experts." in name}
             assert used == {*range(NUM)} - closed, kind
-        assert {counts[f"layers.0.experts.{number}"] for number in range(4)} == {2 + (kind == "no grad first")}, kind
+        assert {counts[f"0.experts.{number}"] for number in range(4)} == {2 + (kind == "no grad first")}, kind

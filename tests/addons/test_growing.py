@@ -14,7 +14,7 @@ import zk
 from tests import parity
 from tests.addons.common import same
 from tests.addons.test_whole import Pair, several
-from tests.models import GPT, batch, loss_of, train
+from tests.models import batch, gpt, loss_of, train
 from tests.parity import Case, run_case_with
 from tests.world import call, run_world
 from zk import placement
@@ -55,8 +55,7 @@ def test_what_is_unfrozen_trains_as_in_plain_torch(case: Case) -> None:
 
 
 def wrapped(stage: int = 3, **options: Any) -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    model: Any = GPT("unfreezing")
+    model = gpt("unfreezing")
     return model, zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=stage, **{"growing": True} | options)
 
 

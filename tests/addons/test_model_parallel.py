@@ -14,13 +14,12 @@ from torch.nn import functional as F
 
 import zk
 from tests.addons.common import faults_of_ranks, same
-from tests.models import DEVICE
+from tests.models import DEVICE, adamw, descend
 from tests.world import call, mesh_of
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
 STEPS, WIDTH = 3, 16
 REPLICATED = ["down.bias", "norm.weight", "norm.bias"]
-PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 def summed(value: Tensor, group: Any) -> Tensor:
@@ -53,16 +52,9 @@ class Block(nn.Module):
         return x + Sum.apply(F.linear(F.gelu(self.up(normed)), self.down.weight), self.group) + self.down.bias
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(3))).to(DEVICE)
 
 
 def part_of(name: str, value: Tensor, rank: int) -> Tensor:
@@ -74,21 +66,14 @@ def loss_at(model: nn.Module, step: int, rank: int) -> Tensor:
     return (model(x.to(next(model.parameters()).dtype)).float() - 1).square().mean()
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-
-
 def plain(clip: float | None, ranks: int, accumulation: int = 1) -> tuple[dict[str, Tensor], list[float]]:
     """The whole model on one rank, on the batches of all: parameters, and norms."""
-    model, norms = Net().to(DEVICE), []
+    model, norms = net(), list[float]()
     inner = adamw(model)
+    inner.register_step_pre_hook(lambda *_: norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")))))
     for step in range(STEPS):
-        for rank in range(ranks):
-            for micro in range(accumulation):
-                (loss_at(model, step + 100 * micro, rank) / ranks).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))))
-        inner.step()
-        inner.zero_grad()
+        losses = [loss_at(model, step + 100 * micro, rank) / ranks for rank in range(ranks) for micro in range(accumulation)]
+        descend(inner, torch.stack(losses).sum())
     return dict(model.named_parameters()), norms
 
 
@@ -97,23 +82,22 @@ def mesh() -> Any:
     return mesh_of(torch.device(DEVICE).type, (dist.get_world_size() // 2, 2), "dp", "tp")
 
 
-def parts_of(kind: str) -> Net:
+def parts_of(kind: str) -> Any:
     """A model that is cut by hand or as DTensors."""
-    model, group = Net().to(DEVICE), mesh()["tp"].get_group()
+    model, group = net(), mesh()["tp"].get_group()
+    for block in model if kind == "DTensor" else ():
+        parallelize_module(block, mesh()["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     for name, param in model.named_parameters() if kind == "manual" else ():
         param.data = part_of(name, param.data, dist.get_rank(group))
-    for block in model.blocks:
-        if kind == "manual":
-            block.group = group
-        else:
-            parallelize_module(block, mesh()["tp"], PLAN)
+        model[int(name[0])].group = group
     return model
 
 
-def made(kind: str, **options: Any) -> tuple[Net, zk.ZeroOptimizer]:
+def made(kind: str, **options: Any) -> tuple[Any, zk.ZeroOptimizer]:
     model = parts_of(kind)
     given = {"model_parallel_group": mesh()["tp"].get_group(), "replicated_params": REPLICATED} if kind == "manual" else {}
-    return model, zk.ZeroOptimizer(model, adamw(model), **{"process_group": mesh()["dp"].get_group(), **given, **options})
+    given |= {"process_group": mesh()["dp"].get_group(), "units": [Block]}
+    return model, zk.ZeroOptimizer(model, adamw(model), **given | options)
 
 
 def train(model: nn.Module, optimizer: Any, steps: Any = range(STEPS), accumulation: int = 1) -> list[float]:
@@ -158,9 +142,7 @@ def parity(case: tuple[str, dict[str, Any]]) -> None:
         parts = parts_of(kind)
         inner = adamw(parts)
         for step in range(STEPS):
-            loss_at(parts, step, 0).backward()
-            inner.step()
-            inner.zero_grad()
+            descend(inner, loss_at(parts, step, 0))
         assert same(whole(model), whole(parts))
     loss_at(model, 0, 0).backward()  # it is plain torch's again
 
@@ -169,21 +151,18 @@ def one_decision(kind: str) -> None:
     """What is not finite on one part, in its own parameters or replicated ones, skips the step on all; nothing changes."""
     model, optimizer = made("manual", dtype="fp16", loss_scale=zk.DynamicLossScale(init=1024.0, hysteresis=1))
     before = whole(model)
-    if mesh().get_local_rank("tp"):
-        handle = dict(model.named_parameters())[kind].register_hook(lambda grad: torch.full_like(grad, float("inf")))
+    handle = dict(model.named_parameters())[kind].register_hook(lambda grad: grad + (0.0, float("inf"))[mesh().get_local_rank("tp")])
     norms = train(model, optimizer, range(1))
+    handle.remove()
     assert not torch.tensor(norms).isfinite() and optimizer.metrics()["loss_scale"] == 512.0 and optimizer.skipped_steps == 1
     assert same(whole(model), before)
-    if mesh().get_local_rank("tp"):
-        handle.remove()
     assert alike(train(model, optimizer, range(3))) and optimizer.num_steps == 3
     optimizer.close()
 
 
 def replicated_gradients_that_differ(_: None) -> None:
     model, optimizer = made("manual")
-    if mesh().get_local_rank("tp"):
-        model.blocks[0].norm.bias.register_hook(lambda grad: 2 * grad)
+    model[0].norm.bias.register_hook(lambda grad: grad * (1 + mesh().get_local_rank("tp")))
     with pytest.raises(RuntimeError, match=r"parts have other gradients of replicated_params.*optimizer\.clip_grad_norm_"):
         train(model, optimizer)
     model, optimizer = made("manual")
@@ -254,14 +233,13 @@ def refusals(_: None) -> None:
     loss_at(model, 0, 0).backward()
     with pytest.raises(ValueError, match=r"before they have a gradient"):
         zk.ZeroOptimizer(model, inner, **dp)
-    up, placed = Net().to(DEVICE).blocks[0].up, [Shard(0), Replicate()]
-    up.weight = nn.Parameter(distribute_tensor(up.weight.detach(), mesh(), placed))
+    up: Any = net()[0].up
+    up.weight = nn.Parameter(distribute_tensor(up.weight.detach(), mesh(), [Shard(0), Replicate()]))
     with pytest.raises(ValueError, match=r"'weight' is a DTensor with .*over one dimension.*leave fully_shard out"):
         zk.ZeroOptimizer(up, adamw(up), **dp)
 
 
 CLIPPED = {"clip_grad_norm": 0.05}
-KINDS = "manual", "DTensor"
 
 
 def test_two_parts_train_what_the_whole_model_trains(tmp_path: Path) -> None:
@@ -277,6 +255,6 @@ def test_parts_over_data_parallel_ranks_train_decide_together_and_keep_a_folder_
         ("DTensor", {"stage": 1, "overlap_step": "backward", "optimizer_tier": "host"}),
     ]
     cases: list[Any] = [(parity, (kind, CLIPPED | options)) for kind, options in ways]
-    cases += [(one_decision, name) for name in ("blocks.1.up.weight", "blocks.2.norm.bias")]
-    cases += [(checkpoints, (kind, str(tmp_path / kind))) for kind in KINDS]
+    cases += [(one_decision, name) for name in ("1.up.weight", "2.norm.bias")]
+    cases += [(checkpoints, (kind, str(tmp_path / kind))) for kind in ("manual", "DTensor")]
     assert faults_of_ranks(4, call, [*cases, (replicated_gradients_that_differ, None), (refusals, None)]) == {}

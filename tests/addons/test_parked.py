@@ -3,7 +3,7 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,22 +17,17 @@ from torch import nn
 
 import zk
 from tests.addons.common import faults_of_ranks, told
-from tests.models import DEVICE, GPT, batch, loss_of, small_chunks, step
+from tests.models import DEVICE, GPT, batch, descend, loss_of, small_chunks, step
 from tests.parity import halved, place, trained
 from zk.addons import parked
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
 Park = Callable[[zk.ZeroOptimizer, Any, str], None]
+Case = tuple[Park, str, dict[str, Any]]  # where it is parked, the place, and options
 
 
-@pytest.fixture(autouse=True)
-def small() -> Iterator[None]:
-    with small_chunks():
-        yield
-
-
-def program(park: Park | None, no_sync: bool, model: GPT, optimizer: zk.ZeroOptimizer, number: int) -> None:
-    """Two steps of two micro-batches, the last one but for step(), with ``park`` wherever a user may call it."""
+def program(park: Park | None, model: GPT, optimizer: zk.ZeroOptimizer, number: int) -> None:
+    """Two steps of two micro-batches, the last one within no_sync() and but for step(), with ``park`` wherever a user may call it."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     with tempfile.TemporaryDirectory() as folder:
         pause = partial(park, optimizer, model, folder) if park else bool
@@ -41,7 +36,7 @@ def program(park: Park | None, no_sync: bool, model: GPT, optimizer: zk.ZeroOpti
                 pause()
                 loss = loss_of(model, batch(100 * part + 10 * micro + rank))
                 pause()
-                with optimizer.no_sync() if no_sync and not micro else contextlib.nullcontext():
+                with optimizer.no_sync() if part > micro else contextlib.nullcontext():
                     optimizer.backward(loss)
             pause()
             if part:
@@ -53,13 +48,12 @@ def program(park: Park | None, no_sync: bool, model: GPT, optimizer: zk.ZeroOpti
                 optimizer.zero_grad()
 
 
-def differing(park: Park, name: str, no_sync: bool = False, **options: Any) -> list[str]:
+def differing(case: Case) -> list[str]:
     """What is trained otherwise than without parking, by number, and how much: by rounding, or from other values."""
+    park, name, options = case
     with tempfile.TemporaryDirectory() as folder, small_chunks():
-        if options.get("dtype") == "fp16":  # the first step overflows
-            options["loss_scale"] = zk.DynamicLossScale(init=2.0**24, factor=2.0**10, hysteresis=1)
-        found = [trained(partial(program, one, no_sync), 1, **place(name, Path(folder)), **options) for one in (None, park)]
-        assert options.get("dtype") != "fp16" or found[0][-1] == 1
+        found = [trained(partial(program, one), 1, **place(name, Path(folder)), **options) for one in (None, park)]
+        assert "loss_scale" not in options or found[0][-1] == 1
     pairs = enumerate(zip(*found, strict=True))
     return [f"{number}: by up to {(one.float() - other.float()).abs().max()}" for number, (one, other) in pairs if not torch.equal(one, other)]
 
@@ -139,16 +133,17 @@ def writes(optimizer: zk.ZeroOptimizer, model: Any, folder: str) -> None:
         model.norm.bias.data = torch.zeros(24, device=DEVICE)
 
 
-CASES: list[tuple[Park, str, dict[str, Any]]] = [
+FP16 = {"dtype": "fp16", "loss_scale": zk.DynamicLossScale(init=2.0**24, factor=2.0**10, hysteresis=1)}  # the first step overflows
+CASES: list[Case] = [
     (park_all, "0 device", {}),
-    (park_all, "1 host", {"dtype": "fp16", "no_sync": True}),
+    (park_all, "1 host", FP16),
     (park_all, "2 nvme", {"model": "frozen"}),
     (park_all, "3 device host", {"kind": torch.optim.SGD}),
-    (park_all, "3 host device", {"model": "tied", "dtype": "fp32", "no_sync": True}),
-    (park_all, "3 nvme", {"dtype": "fp16"}),
+    (park_all, "3 host device", {"model": "tied", "dtype": "fp32"}),
+    (park_all, "3 nvme", FP16),
     (park_all, "3 nvme", {"model": "checkpointed", "overlap_step": True, "state_dtype": "8bit"}),
     (refused, "0 host", {}),
-    (refused, "3 nvme", {"dtype": "fp16"}),
+    (refused, "3 nvme", FP16),
     (wrong, "3 host", {}),
     (fails, "1 host", {}),
     (fails, "3 nvme", {}),
@@ -158,10 +153,10 @@ CASES: list[tuple[Park, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("park", "name", "options"), [pytest.param(*case, marks=[pytest.mark.device] * (case[0] is park_all)) for case in CASES], ids=told
+    "case", [pytest.param(case, marks=[pytest.mark.device] * (case[0] is park_all)) for case in CASES], ids=lambda case: "-".join(map(told, case))
 )
-def test_training_goes_on_with_the_same_bits(park: Park, name: str, options: dict[str, Any]) -> None:
-    assert differing(park, name, **options) == []
+def test_training_goes_on_with_the_same_bits(case: Case) -> None:
+    assert differing(case) == []
 
 
 def one_fails(optimizer: zk.ZeroOptimizer, model: Any, folder: str) -> None:
@@ -176,22 +171,17 @@ def one_fails(optimizer: zk.ZeroOptimizer, model: Any, folder: str) -> None:
             raise KeyError
 
 
-def of_rank(case: tuple[Park, str, dict[str, Any]]) -> list[str]:
-    return differing(case[0], case[1], **case[2])
-
-
 def test_ranks_park_together_and_where_one_cannot_none_does() -> None:
-    assert faults_of_ranks(2, of_rank, [CASES[1], *CASES[4:7], (one_fails, "1 host", {}), (one_fails, "3 nvme", {})]) == {}
+    assert faults_of_ranks(2, differing, [CASES[1], *CASES[4:7], (one_fails, "1 host", {}), (one_fails, "3 nvme", {})]) == {}
 
 
 def test_memory_is_given_back_and_taken_again(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024, device=DEVICE) for _ in range(4)))
     optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=2, units=[nn.Linear])
-    for number in range(3):
-        model(torch.ones(2, 1024, device=DEVICE)).sum().backward()
-        if number < 2:
-            optimizer.step()
-            optimizer.zero_grad()
+    ones = torch.ones(2, 1024, device=DEVICE)
+    for _ in range(2):
+        descend(optimizer, model(ones).sum())
+    model(ones).sum().backward()
     process, nbytes = psutil.Process(), 4 * 2**20 * 4 * 4  # parameters, which are masters, two moments, and gradient
     before = process.memory_info().rss
     with optimizer.parked(tmp_path):

@@ -21,38 +21,25 @@ from zk.addons import update_on as module
 from zk.addons.update_on import UpdateOn
 from zk.kernels import reference
 
-COUNT = {"sent": 0}
 device_only = pytest.mark.device_only
 
 
 @contextlib.contextmanager
-def small() -> Iterator[None]:
+def small() -> Iterator[list[None]]:
     """Units have several chunks, and those that are sent are counted. Interpreted, the kernel rounds otherwise: both sides use torch's ops."""
-    send = UpdateOn.send
-
-    def counted(self: UpdateOn, *given: Any) -> None:
-        COUNT["sent"] += 1
-        send(self, *given)
-
+    sent, send = list[None](), UpdateOn.send
     with contextlib.ExitStack() as stack:
         stack.enter_context(small_chunks())
-        stack.enter_context(mock.patch.object(UpdateOn, "send", counted))
+        stack.enter_context(mock.patch.object(UpdateOn, "send", lambda *given: sent.append(send(*given))))
         if softgpu.installed():
             stack.enter_context(mock.patch("zk.kernels.adam_kernel.launch", reference.adam))
             stack.enter_context(mock.patch("zk.offload.cpu_adam.default_engine", lambda: "torch"))
             stack.enter_context(mock.patch.object(module, "default_engine", lambda: "numba"))
-        yield
-
-
-@pytest.fixture(autouse=True)
-def in_small() -> Iterator[None]:
-    with small():
-        yield
+        yield sent
 
 
 def differing(what: str, update_on: Any, overlap_step: bool = False, steps: int = 3, **options: Any) -> list[int]:
     """What differs from the CPU update, by number."""
-    COUNT["sent"] = 0
     return unlike(PROGRAMS[what], steps, {"update_on": update_on, "overlap_step": overlap_step}, **options)
 
 
@@ -84,8 +71,9 @@ CHUNKS = 3 + 3 + 1  # of two blocks, and of the rest
 def test_bits_are_those_of_the_cpu_update(what: str, name: str, value: Any, options: dict[str, Any], tmp_path: Path) -> None:
     FOLDER[:] = [tmp_path / "saved"]
     (tmp_path / "drive").mkdir()
-    assert differing(what, value, **place(name, tmp_path / "drive"), **options) == []
-    every, sent = 3 * CHUNKS, COUNT["sent"]
+    with small() as every_send:
+        assert differing(what, value, **place(name, tmp_path / "drive"), **options) == []
+    every, sent = 3 * CHUNKS, len(every_send)
     if {"model", "steps", "kind"} & options.keys():
         assert sent
     elif value == "auto":
@@ -105,6 +93,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
 
 
 @device_only
+@small()
 def test_two_blocks_are_on_the_device_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are, and with no wait of the host; and what is page-locked is given back."""
     locked = pinned()
@@ -120,8 +109,8 @@ def test_two_blocks_are_on_the_device_at_most(monkeypatch: pytest.MonkeyPatch) -
         send(*given)
         seen.append(torch.cuda.max_memory_allocated() - before)
 
-    monkeypatch.setattr(UpdateOn, "send", watched)
-    optimizer.step()
+    with mock.patch.object(UpdateOn, "send", watched):
+        optimizer.step()
     block = 2048 * (2 + 2 + 2 + 8)  # parameter, gradient, the rest of the master, moments
     assert len(seen) == 32 and max(seen) <= 2 * block
     assert all(field.is_pinned() for one in optimizer._trained for chunk in one.states for field in chunk.fields.values())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zk
 from tests.addons.common import faults_of_ranks
-from tests.models import GPT, small_chunks, step, train
+from tests.models import gpt, small_chunks, step, train
 from tests.parity import Case, Lion, run_case_with
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
@@ -120,8 +120,7 @@ def test_ranks_train_what_plain_torch_trains() -> None:
 
 def wrapped(variant: str = "sometimes", **options: Any) -> tuple[nn.Module, list[Any], zk.ZeroOptimizer]:
     """One with a weight that lies in memory as its transpose does, which is cut over chunks and ranks."""
-    torch.manual_seed(0)
-    model = GPT(variant)
+    model = gpt(variant)
     model.head.weight.data = model.head.weight.data.t().contiguous().t()
     inners = several(list(model.parameters()))
     with small_chunks(1000):
@@ -149,8 +148,7 @@ def test_states_go_to_checkpoints_and_back_and_an_error_half_way_is_heard(tmp_pa
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_weight_in_another_order_is_updated_in_its_own(stage: int) -> None:
     model, _, optimizer = wrapped("plain", stage=stage, units=["blocks"])
-    torch.manual_seed(0)
-    plain = GPT()
+    plain = gpt()
     plain.head.weight.data = plain.head.weight.data.t().contiguous().t()
     theirs = Pair(list(plain.parameters()))
     with optimizer:
@@ -162,7 +160,7 @@ def test_a_weight_in_another_order_is_updated_in_its_own(stage: int) -> None:
 
 @pytest.mark.parametrize("options", [{"overlap_step": True, "stage": 3}, {"state_dtype": "bf16"}])
 def test_what_updates_slices_or_means_nothing_is_refused(options: dict[str, Any]) -> None:
-    model = GPT()
+    model = gpt()
     with pytest.raises(ValueError, match="elementwise must be True or False; got 1"):
         zk.ZeroOptimizer(model, Lion(model.parameters()), elementwise=1)
     says = r"overlap_step=True updates beside.*use overlap_step='backward'|state_dtype= is for Adam"
@@ -186,7 +184,7 @@ def test_what_updates_slices_or_means_nothing_is_refused(options: dict[str, Any]
     ],
 )
 def test_the_trial_refuses_by_what_differed_before_anything_moves(name: str, option: str, says: str) -> None:
-    model = GPT()
+    model = gpt()
     places, draws = [param.data_ptr() for param in model.parameters()], torch.get_rng_state()
     with pytest.raises(TypeError, match=f"(?s){says}"):
         zk.ZeroOptimizer(model, (KINDS.get(name) or getattr(torch.optim, name))(model.parameters()), **{option: True})
@@ -196,8 +194,7 @@ def test_the_trial_refuses_by_what_differed_before_anything_moves(name: str, opt
 @pytest.mark.parametrize("name", ["Simple", "OfWhole"])
 def test_schedules_hooks_attributes_and_states_reach_the_update(name: str, tmp_path: Path) -> None:
     """A schedule counts calls in the place of the optimizer's step(), which updates of slices must not call."""
-    torch.manual_seed(0)
-    model, calls = GPT(), []
+    model, calls = gpt(), []
     plain = copy.deepcopy(model)
     mine, theirs = (of(name, list(one.parameters())) for one in (model, plain))
     schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (mine, theirs)]

@@ -1,7 +1,5 @@
 """Tiny, randomly initialized models of several families of transformers, data for them, and what trainers did. No network."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A loop written for accelerate, under Accelerator and under ZeroAccelerator: the same losses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 import zk
-from tests.models import DEVICE, GPT, batch, loss_of
+from tests.models import DEVICE, GPT, adamw, batch, gpt, loss_of
 from zk.integrations.accelerate import ZeroAccelerator
 
 ACCUMULATION, STEPS = 4, 4
@@ -30,10 +28,9 @@ def loop(accelerator: Any, folder: Path, *, stop: int = STEPS, resume: bool = Fa
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     rows: Any = [batch(index)[0] for index in range(2 * ACCUMULATION * STEPS)]
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=2), scheduler)
-    done = 0
+    done = stop if resume else 0
     if resume:
         accelerator.load_state(str(folder))
-        done = stop
         loader = accelerator.skip_first_batches(loader, ACCUMULATION * done)
     losses = []
     for ids in loader:
@@ -51,10 +48,6 @@ def loop(accelerator: Any, folder: Path, *, stop: int = STEPS, resume: bool = Fa
             break
     losses.append(optimizer.param_groups[0]["lr"])
     return losses, accelerator.unwrap_model(model)
-
-
-def adamw(*models: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW([param for model in models for param in model.parameters()], lr=1e-2)
 
 
 def made(zero: Any, **options: Any) -> Any:
@@ -86,7 +79,7 @@ def test_what_zk_cannot_do_is_refused_and_an_optimizer_that_was_made_before_is_t
     with pytest.raises(ValueError, match="pass both in one call"):
         made({}).prepare(adamw(one))
     with pytest.raises(ValueError, match="needs the model of an optimizer's parameters"):
-        made({}).prepare(one, other, adamw(one, other))
+        made({}).prepare(one, other, adamw(nn.ModuleList([one, other])))
     accelerator = made({})
     mine = zk.ZeroOptimizer(one, adamw(one), stage=2)
     assert accelerator.prepare(one, mine)[1].optimizer is mine
@@ -121,8 +114,7 @@ def test_a_state_is_written_over_and_other_models_are_accelerates(tmp_path: Path
 def test_clipping_all_is_one_exchange_and_clipping_a_part_is_accelerates(monkeypatch: pytest.MonkeyPatch) -> None:
     norms = []
     for zero in (None, {"stage": 2}):
-        torch.manual_seed(0)
-        accelerator, model = made(zero, gradient_accumulation_steps=1), GPT()
+        accelerator, model = made(zero, gradient_accumulation_steps=1), gpt()
         model, _ = accelerator.prepare(model, adamw(model))
         accelerator.backward(loss_of(model, batch(0)))
         part = accelerator.clip_grad_norm_(model.blocks.parameters(), 0.1).item()

@@ -1,7 +1,5 @@
 """At stage 3 over several ranks, modules tell transformers, TRL and PEFT that they are partitioned."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -16,12 +14,13 @@ from transformers.integrations import is_fsdp_managed_module
 
 import zk
 from tests.integrations.families import make
+from tests.models import adamw, descend
 from tests.world import call, run_world
 
 
 def over(model: nn.Module, stage: int = 3) -> zk.ZeroOptimizer:
     tiers = {"param_tier": "host", "optimizer_tier": "host"} if stage == 3 else {}
-    return zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=stage, **tiers)
+    return zk.ZeroOptimizer(model, adamw(model), stage=stage, **tiers)
 
 
 def drops_layers(_: Any) -> list[float]:
@@ -31,16 +30,9 @@ def drops_layers(_: Any) -> list[float]:
     position = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
     torch.manual_seed(0)
     model = tf.Wav2Vec2ForCTC(tf.Wav2Vec2Config(layerdrop=0.5, apply_spec_augment=False, **sizes, **convs, **position)).train()
-    losses = []
     with over(model) as optimizer:
         torch.manual_seed(torch.distributed.get_rank())
-        for _step in range(4):
-            loss = model(input_values=torch.randn(2, 400), labels=torch.randint(1, 19, (2, 4))).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    return losses
+        return [descend(optimizer, model(torch.randn(2, 400), labels=torch.randint(1, 19, (2, 4))).loss) for _ in range(4)]
 
 
 def answers(_: Any) -> dict[str, bool]:
@@ -59,9 +51,8 @@ def answers(_: Any) -> dict[str, bool]:
 
 
 def test_two_ranks_stay_at_one_place_and_one_process_is_as_ever() -> None:
-    results = run_world(2, call, [(drops_layers, None), (answers, None)])
+    dropped, told = results = run_world(2, call, [(drops_layers, None), (answers, None)])
     assert not (failed := [rank for result in results for rank in result if isinstance(rank, Exception)]), failed
-    dropped, told = results
     losses = torch.tensor(dropped)  # ranks that would drop other layers run them all
     assert losses.isfinite().all() and not torch.equal(losses[0], losses[1])
     for found in told:  # modules say so while their parameters are partitioned

@@ -1,7 +1,5 @@
 """TRL's trainers with ZeroTrainerMixin, against the same trainers without."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -25,35 +23,29 @@ COMMON = {"max_steps": 4, "logging_steps": 1, "save_steps": 2, "learning_rate": 
 COMMON |= {"report_to": [], "use_cpu": True, "disable_tqdm": True, "bf16": False}
 
 
-class ZSFT(ZeroTrainerMixin, SFTTrainer):  # type: ignore[misc]
-    pass
+ZSFT = type("ZSFT", (ZeroTrainerMixin, SFTTrainer), {})
+ZGRPO = type("ZGRPO", (ZeroTrainerMixin, GRPOTrainer), {})
 
 
-class ZGRPO(ZeroTrainerMixin, GRPOTrainer):  # type: ignore[misc]
-    pass
-
-
-def sft(cls: type, folder: Path, seed: int = 0, *, lora: bool = False, resume: Any = None, **options: Any) -> Any:
+def sft(cls: type, folder: Path, lora: bool = False, **options: Any) -> Any:
     texts = [f"w{i % 5} w{i * 7 % 5} w{i * 3 % 5} w4 w1" for i in range(32)]
     args = SFTConfig(str(folder), per_device_train_batch_size=4, max_length=16, **COMMON)
     if lora:
         options["peft_config"] = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     data = Dataset.from_dict({"text": texts})
-    trainer: Any = cls(model=make("llama", seed), args=args, train_dataset=data, processing_class=tokenizer(), **options)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer: Any = cls(model=make("llama"), args=args, train_dataset=data, processing_class=tokenizer(), **options)
+    trainer.train()
     return trainer
 
 
-def test_sft_trains_saves_and_resumes(tmp_path: Path) -> None:
+def test_sft_trains_and_saves(tmp_path: Path) -> None:
     plain, ours = sft(SFTTrainer, tmp_path / "plain"), sft(ZSFT, tmp_path / "zk", zero=HOST)
     assert history(ours) == pytest.approx(history(plain), rel=1e-5)
+    ours.save_model(str(tmp_path / "last"))
     ours.zero.close()
-    resumed = sft(ZSFT, tmp_path / "zk", seed=5, zero={"stage": 2}, resume=str(tmp_path / "zk" / "checkpoint-2"))
-    assert history(resumed) == history(ours)
-    resumed.save_model(str(tmp_path / "last"))
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "last").state_dict()
-    assert all(torch.equal(found[name], value) for name, value in resumed.model.state_dict().items())
+    assert all(torch.equal(found[name], value) for name, value in ours.model.state_dict().items())
 
 
 def test_an_adapter_is_merged_after_training(tmp_path: Path) -> None:
