@@ -2,7 +2,6 @@
 
 WHOLE = (
     "core/test_device.py",
-    "core/test_placement_device.py",
     "softgpu/test_softgpu.py",
     "test_checkpoint_device.py",
     "test_kernels.py",

@@ -9,7 +9,7 @@ import operator
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from tests.models import GPT, adamw, batch, descend, gpt, loss_of, step
 from tests.parity import Lion, make_optimizer
 from tests.world import call, run_world
 
-STAGES = (0, 1, 2, 3)
 Trained = tuple[nn.Module, Any]
 
 
@@ -71,8 +70,6 @@ def test_a_list_of_optimizers_trains_as_each_of_them() -> None:
             assert step(model, optimizer, seed) == want.item()
             mine[1].param_groups[0]["lr"] *= 0.5
             theirs[1].param_groups[0]["lr"] *= 0.5
-        with pytest.raises(RuntimeError, match="was given to a ZeroOptimizer"):
-            mine[0].step()
         saved = optimizer.state_dict()
     other, _ = pair()
     with zk.ZeroOptimizer(other, several(other), stage=1) as again:
@@ -80,9 +77,9 @@ def test_a_list_of_optimizers_trains_as_each_of_them() -> None:
         assert [group["lr"] for group in again.param_groups] == [1e-2, 1.25e-3, 1e-2]
 
 
-def test_gradients_that_have_left_are_read_and_clipped_by_any_norm_and_not_written() -> None:
+def test_gradients_that_have_left_are_read_and_clipped_by_any_norm_and_not_written_or_used_elsewhere() -> None:
     for options in ({"foreach": True}, {"norm_type": float("inf")}, {"norm_type": 1.0}):
-        (model, _), (plain, _) = both(stage=3)
+        (model, optimizer), (plain, _) = both(stage=3)
         for one in (model, plain):
             loss_of(one, batch(0)).backward()
         torch.testing.assert_close(*(clip_grad_norm_(one.parameters(), 0.1, **options) for one in (model, plain)))
@@ -96,12 +93,7 @@ def test_gradients_that_have_left_are_read_and_clipped_by_any_norm_and_not_writt
     model.blocks[0].up.weight.grad = torch.full((37, 24), torch.inf)
     with pytest.raises(RuntimeError, match="error_if_nonfinite"):
         clip_grad_norm_(model.parameters(), 0.1, error_if_nonfinite=True)
-
-
-def test_what_stands_for_a_gradient_is_not_one_elsewhere() -> None:
-    (model, optimizer), _ = both()
-    loss_of(model, batch(0)).backward()
-    model.blocks[1].up.weight.grad = model.blocks[0].up.weight.grad
+    model.blocks[1].proj.weight.grad = model.blocks[0].proj.weight.grad
     with pytest.raises(RuntimeError, match="weight' is gone"):
         optimizer.step()
 
@@ -152,21 +144,6 @@ def test_compiled_ones_are_compiled_once(stage: int, how: str) -> None:
     assert losses == pytest.approx(train(plain, inner, 1) + train(plain, inner, 1), rel=1e-5)
 
 
-def test_evaluation_and_errors_between_steps_change_nothing() -> None:
-    (model, optimizer), (plain, inner) = both(stage=3)
-    with torch.inference_mode():
-        loss_of(model, batch(7))
-    handle = model.blocks[1].up.register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        loss_of(model, batch(0))
-    handle.remove()
-    first = step(model, optimizer)
-    with torch.no_grad():
-        loss_of(model.eval(), batch(7))
-    model.train()
-    assert [first, *train(model, optimizer, 2)] == pytest.approx([step(plain, inner), *train(plain, inner, 2)], rel=1e-5)
-
-
 # ---- alone, and on two ranks -------------------------------------------------------------------------------------------------
 
 
@@ -174,21 +151,37 @@ def blown(_: Tensor) -> None:
     raise OSError("blown")
 
 
-def failing(case: tuple[int, bool]) -> None:
-    """The next backward adds to what an interrupted one has made, or a step uses it."""
-    stage, is_followed = case
-    (model, optimizer), (plain, inner) = both(stage, loss_scale=256.0)
+def failing(case: tuple[int, str]) -> None:
+    """Evaluation and a failed forward change nothing. The next backward adds to what an interrupted one has made, begins anew, or a step uses it."""
+    stage, then = case
+    tiers = {"param_tier": "host", "optimizer_tier": "host"} if stage == 3 else {}
+    (model, optimizer), (plain, inner) = both(stage, loss_scale=256.0, **tiers)
+    with torch.inference_mode():
+        loss_of(model, batch(7))
     for one, by in ((model, optimizer), (plain, inner)):
         descend = by.backward if by is optimizer else Tensor.backward
+        handle = one.blocks[1].up.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(one, batch(0))
+        handle.remove()
         descend(loss_of(one, batch(1)))
         by.step()
         by.zero_grad()
+        with torch.no_grad():
+            loss_of(one.eval(), batch(7))
+        one.train()
         handle = one.blocks[0].register_forward_hook(lambda _, args, output: output.register_hook(blown) and None)
-        with pytest.raises(OSError, match="blown"):
-            descend(loss_of(one, batch(2)))
+        fails = loss_of(one, batch(2))
         handle.remove()
-        if is_followed:
-            descend(loss_of(one, batch(3)))
+        later = loss_of(one, batch(3))
+        with pytest.raises(OSError, match="blown"):
+            descend(fails)
+        if then == "anew":  # of a forward that came before
+            by.zero_grad()
+        if then != "used":
+            descend(later if then == "anew" else loss_of(one, batch(3)))
+        is_released = all(param.isnan().all() for param in one.blocks.parameters())
+        assert is_released or then != "anew" or by is inner, "units are still gathered"
         by.step()
         by.zero_grad()
         descend(loss_of(one, batch(4)))
@@ -231,38 +224,20 @@ def collected(case: tuple[int, bool]) -> None:
     assert [reference() for reference in dead] == [None, None]
 
 
-ALONE: list[tuple[Callable[[Any], None], Any]] = [
-    *((failing, (stage, stage % 2 == 0)) for stage in STAGES),
-    *((bad, case) for case in ((1, "bf16", math.inf), (3, "fp16", math.nan))),
+JOBS: list[tuple[Callable[[Any], None], Any]] = [
+    *((failing, case) for case in ((0, "added"), (1, "used"), (2, "added"), (3, "used"), (3, "added"), (3, "anew"))),
+    *((bad, case) for case in ((0, "fp32", math.nan), (1, "bf16", math.inf), (2, "fp16", math.inf), (3, "bf16", math.nan))),
     *((collected, case) for case in ((2, True), (3, False))),
 ]
-RANKS: list[tuple[Callable[[Any], None], Any]] = [
-    *((failing, case) for case in ((1, False), (3, True))),
-    *((bad, case) for case in ((0, "fp32", math.nan), (1, "bf16", math.inf), (2, "fp16", math.inf), (3, "bf16", math.nan))),
-    (collected, (3, False)),
-]
 
 
-@pytest.mark.parametrize(("function", "case"), ALONE, ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize(("function", "case"), JOBS, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_interrupted_backwards_lose_nothing_nan_reaches_no_state_and_models_are_collected(function: Callable[[Any], None], case: Any) -> None:
     function(case)
 
 
 def test_two_ranks_too() -> None:
-    assert run_world(2, call, RANKS) == [[None, None]] * len(RANKS)
-
-
-def test_a_backward_pass_after_one_that_failed_ends_without_a_new_forward() -> None:
-    (model, optimizer), _ = both(3, optimizer_tier="host", param_tier="host")
-    fails, later = (loss_of(model, batch(step)) for step in (0, 1))
-    hook = model.blocks[1].up.weight.register_hook(blown)
-    with pytest.raises(OSError, match="blown"):
-        fails.backward()
-    hook.remove()
-    optimizer.zero_grad()
-    later.backward()
-    assert all(param.isnan().all() for param in model.blocks.parameters()), "units are still gathered"
-    optimizer.step()
+    assert run_world(2, call, JOBS) == [[None, None]] * len(JOBS)
 
 
 def test_a_second_thread_is_refused_at_stage_3() -> None:
@@ -297,14 +272,8 @@ def test_two_optimizers_of_halves_of_a_model_take_turns_and_refuse_each_others_g
         for _ in range(3):
             fake = maker(torch.randn(6, 8))
             first.zero_grad()
-            (critic(fake.detach()) - critic(torch.randn(6, 8))).mean().backward()
-            first.step()
-            first.zero_grad()
-            second.zero_grad()
-            loss = -critic(fake).square().mean()  # of the new critic
-            loss.backward()
-            second.step()
-            found.append(loss.item())
+            descend(first, (critic(fake.detach()) - critic(torch.randn(6, 8))).mean())
+            found.append(descend(second, -critic(fake).square().mean()))  # of the new critic
     assert found[:3] == found[3:]
     first.step()
     with pytest.raises(RuntimeError, match=r"call zero_grad\(\) after step\(\) and before the next backward"):
@@ -314,11 +283,6 @@ def test_two_optimizers_of_halves_of_a_model_take_turns_and_refuse_each_others_g
 # ---- what is refused ---------------------------------------------------------------------------------------------------------
 
 
-class Unknown(torch.optim.AdamW):
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        return super().step(closure)
-
-
 class OtherDefaults(torch.optim.AdamW):
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=1e-2, betas=(0.8, 0.9))
@@ -326,7 +290,8 @@ class OtherDefaults(torch.optim.AdamW):
 
 @pytest.mark.usefixtures("torch_engine")
 def test_optimizers_of_unknown_arithmetic_are_refused_by_name_and_other_defaults_are_none() -> None:
-    unknown = ((Unknown, "Unknown"), (Lion, "tests.parity.Lion"), (torch.optim.LBFGS, "lbfgs.LBFGS"), (torch.optim.Adafactor, "Adafactor"))
+    own = type("Unknown", (torch.optim.AdamW,), {"step": lambda self: None})
+    unknown = ((own, "Unknown"), (Lion, "tests.parity.Lion"), (torch.optim.LBFGS, "lbfgs.LBFGS"), (torch.optim.Adafactor, "Adafactor"))
     model, plain = pair()
     for kind, name in unknown:
         with pytest.raises(TypeError, match=f"zk knows the arithmetic of .*{name}, of which it cannot tell what.*Addon.rules"):
@@ -337,7 +302,7 @@ def test_optimizers_of_unknown_arithmetic_are_refused_by_name_and_other_defaults
     assert train(model, optimizer) == train(plain, OtherDefaults(plain.parameters()))
 
 
-def test_changed_groups_and_torchs_grad_scaler_are_refused() -> None:
+def test_changed_groups_torchs_grad_scaler_and_a_step_between_forward_and_backward_are_refused() -> None:
     (model, optimizer), _ = both()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(model, batch(0))).backward()
@@ -354,6 +319,11 @@ def test_changed_groups_and_torchs_grad_scaler_are_refused() -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match=r"add_param_group\(\) on a ZeroOptimizer"):
         optimizer.add_param_group({"params": []})
+    optimizer.zero_grad()
+    early = loss_of(model, batch(0))
+    step(model, optimizer, 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        early.backward()
 
 
 def test_states_that_do_not_fit_are_refused_before_anything_changes() -> None:
@@ -370,14 +340,6 @@ def test_states_that_do_not_fit_are_refused_before_anything_changes() -> None:
     assert optimizer.param_groups[0]["lr"] == 1e-2
     with zk.ZeroOptimizer(other, adamw(other.blocks)) as small, pytest.raises(ValueError, match="groups of"):
         small.load_state_dict(good)
-
-
-def test_stepping_between_forward_and_backward_is_caught_as_torch_does() -> None:
-    (model, optimizer), _ = both()
-    early = loss_of(model, batch(0))
-    step(model, optimizer, 1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        early.backward()
 
 
 def test_a_closed_optimizer_refuses_and_leaves_model_and_optimizer_usable(tmp_path: Path) -> None:
@@ -428,18 +390,20 @@ def test_gather_shows_and_changes_what_was_assigned(stage: int) -> None:
     assert torch.equal(optimizer.consolidated_state_dict()["weight"], before - 3)
 
 
-def test_what_is_gathered_to_be_written_can_be_gathered_to_be_read(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    drive: dict[str, Any] = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path}
-
-    with zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, **drive):
-        with zk.gather(model.parameters(), write=True), torch.no_grad():
-            for param in model.parameters():
-                param.fill_(1)
-            with zk.gather(model.parameters()):
-                assert sum(param.sum().item() for param in model.parameters()) == 40
-        with zk.gather(model.parameters()):
-            assert sum(param.sum().item() for param in model.parameters()) == 40
+def test_what_is_gathered_shows_what_is_written_and_a_step_that_is_made_inside(tmp_path: Path) -> None:
+    (model, optimizer), _ = both(stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path)
+    with zk.gather(model.parameters(), write=True) as values, torch.no_grad():
+        for value in values:
+            value.add_(1)
+        written = [value.clone() for value in values]
+        with zk.gather(model.parameters()) as again:
+            assert all(map(torch.equal, again, written))
+    with zk.gather(model.parameters()) as values:
+        assert all(map(torch.equal, values, written))
+        step(model, optimizer)
+        inside = [value.clone() for value in values]
+    with zk.gather(model.parameters()) as values:
+        assert all(map(torch.equal, values, inside)) and not any(map(torch.equal, values, written))
 
 
 # ---- the optimizer protocol --------------------------------------------------------------------------------------------------
@@ -511,31 +475,17 @@ def test_states_come_from_torch_in_mid_training_and_go_back_bit_for_bit(kind: st
     assert train(model, optimizer) == train(other, theirs)
     state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
     want = train(model, optimizer)
-    _, third = pair()
-    plain = make_optimizer(kind, list(third.parameters()))
-    plain.load_state_dict(state)
     other.load_state_dict(weights)
-    theirs.load_state_dict(copy.deepcopy(state))
+    theirs.load_state_dict(state)
+    given, (_, third) = copy.deepcopy(theirs.state_dict()), pair()
     assert train(other, theirs) == want
     again = zk.ZeroOptimizer(third, make_optimizer(kind, list(third.parameters())), stage=3, param_tier="host")
     again.param_groups[0]["lr"] = 5.0
     third.load_state_dict(weights)
-    given = copy.deepcopy(plain.state_dict())
     again.load_state_dict(given)
     for kept in given["state"].values():
         kept.get("step", torch.zeros(())).fill_(77)  # as the optimizer that it is of may count on
     assert again.param_groups[0]["lr"] == 1e-2 and train(third, again) == want
-
-
-def test_what_is_gathered_shows_a_step_that_is_made_inside(tmp_path: Path) -> None:
-    (model, optimizer), _ = both(stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path)
-    with zk.gather(model.parameters()) as values:
-        before = [value.clone() for value in values]
-        step(model, optimizer)
-        inside = [value.clone() for value in values]
-    with zk.gather(model.parameters()) as values:
-        assert all(torch.equal(*pair) for pair in zip(values, inside, strict=True))
-        assert not any(torch.equal(*pair) for pair in zip(values, before, strict=True))
 
 
 def test_a_frozen_model_needs_no_optimizer(tmp_path: Path) -> None:
@@ -544,29 +494,20 @@ def test_a_frozen_model_needs_no_optimizer(tmp_path: Path) -> None:
         zk.ZeroOptimizer(GPT(), None)
     model = GPT().requires_grad_(False)
     want = model(batch(0))
-    for tier in ("host", "nvme"):
-        options: dict[str, Any] = {"param_tier": tier, "nvme_path": str(tmp_path) if tier == "nvme" else None}
-        with zk.ZeroOptimizer(model, None, stage=3, optimizer_tier="host", **options) as optimizer:
+    for tiers in ({"param_tier": "host"}, {"param_tier": "nvme", "nvme_path": str(tmp_path)}):
+        with zk.ZeroOptimizer(model, None, stage=3, optimizer_tier="host", **tiers) as optimizer:
             assert torch.equal(model(batch(0)), want)
             with pytest.raises(RuntimeError, match="found no gradient"):
                 optimizer.step()
             optimizer.close(gather=True)
 
 
-# ---- optimizers beyond Adam --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def bf16_by_default() -> Iterator[None]:
-    torch.set_default_dtype(torch.bfloat16)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.usefixtures("torch_engine", "bf16_by_default")
+@pytest.mark.usefixtures("torch_engine")
 @pytest.mark.parametrize("name", ("AdamW", "NAdam"))
-def test_torchs_default_dtype_is_not_that_of_states_and_counts(name: str) -> None:
+def test_torchs_default_dtype_is_not_that_of_states_and_counts(name: str, request: pytest.FixtureRequest) -> None:
     """bf16 has no 257. A part of training is torch's own."""
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    torch.set_default_dtype(torch.bfloat16)
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False, dtype=torch.float32) for _ in range(2)))
     plain = copy.deepcopy(model)
     mine, theirs = (make_optimizer(name, list(one.parameters())) for one in (model, plain))
@@ -584,9 +525,6 @@ def test_torchs_default_dtype_is_not_that_of_states_and_counts(name: str) -> Non
         if number == 2:
             mine.load_state_dict(mine.state_dict())
     assert all(map(torch.equal, model.parameters(), plain.parameters())) and mine.state_dict()["state"][0]["step"] in (5, 259)
-
-
-# ---- clipping, and gradients that some have dropped --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("limits", "stage"), (([0.05], 1), ([0.5, 0.05, 1e9, math.inf], 3)))
@@ -608,7 +546,7 @@ def test_norms_are_torchs_and_of_several_clips_before_a_step_the_smallest_counts
 
 def test_torchs_clip_takes_sums_in_fp32_at_every_stage() -> None:
     norms = set()
-    for stage in STAGES:
+    for stage in (0, 1, 2, 3):
         (model, optimizer), _ = both(stage, dtype="bf16")
         for seed in range(3):
             optimizer.backward(loss_of(model, batch(seed)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import functools
 import itertools
 import os
 import re
@@ -23,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import zk
-from tests.core.test_ranks import error_of
+from tests.core.test_checks import error_of
 from tests.models import DEVICE, GPT, batch, descend, loss_of, small_chunks
 from tests.soak import soak
 from tests.world import run_world
@@ -104,35 +105,34 @@ def there(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
-# ---- any setting loads it --------------------------------------------------------------------------
-
-
-LOADS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("3-nvme", "0-host", {}),
-    ("0-host", "3-nvme", {"dtype": "fp32", "variant": "tied"}),
+LOADS: tuple[tuple[str, str, int | None, dict[str, Any]], ...] = (  # saved as, loaded as, room for a save beside training, options
+    ("3-nvme", "0-host", None, {}),
+    ("0-host", "3-nvme", None, {"dtype": "fp32", "variant": "tied"}),
     # of two clean steps before the save one counts
-    ("1-device", "2-host", {"dtype": "fp16", "variant": "unused", "loss_scale": zk.DynamicLossScale(init=512.0, window=2)}),
-    ("3-host", "2-host", {"kind": torch.optim.SGD}),
-    ("3-host", "2-host", {"kind": torch.optim.NAdam}),
-    ("2-host", "3-host", {"inner": {"amsgrad": True, "lr": torch.tensor(1e-2)}}),
+    ("1-device", "2-host", None, {"dtype": "fp16", "variant": "unused", "loss_scale": zk.DynamicLossScale(init=512.0, window=2)}),
+    ("3-host", "2-host", None, {"kind": torch.optim.SGD}),
+    ("3-host", "2-host", None, {"kind": torch.optim.NAdam}),
+    ("2-host", "3-host", None, {"inner": {"amsgrad": True, "lr": torch.tensor(1e-2)}}),
+    *((setting, "3-host", room, {}) for setting, room in (("0-host", 0), ("3-host", 60_000), ("3-nvme", 1 << 30))),
 )
 
 
-@pytest.mark.parametrize(("saved_as", "loaded_as", "options"), LOADS, ids=str)
+@pytest.mark.parametrize(("saved_as", "loaded_as", "room", "options"), LOADS, ids=str)
 @small_chunks()
-def test_quick_every_kind_of_state_goes_on_bit_for_bit_at_another_stage_and_tier(
-    saved_as: str, loaded_as: str, options: dict[str, Any], tmp_path: Path
+def test_quick_every_kind_of_state_goes_on_bit_for_bit_at_another_stage_and_tier_from_when_a_save_was_asked_for(
+    saved_as: str, loaded_as: str, room: int | None, options: dict[str, Any], tmp_path: Path
 ) -> None:
     run = make(saved_as, tmp_path, **options)
     train(*run, 0, 3)
-    folder = run[1].save_checkpoint(tmp_path / "saved", scheduler=run[2], extra={"epoch": 3, 7: (1, 2)})
-    assert folder == tmp_path / "saved" / "step-00000003" and there(tmp_path / "saved") == ["latest", "step-00000003"]
-    drawn, at_save = torch.rand(3), snapshot(*run[:2])
-    losses = train(*run, 3, 6)
-    want = snapshot(*run[:2])
+    at_save, root, extra = snapshot(*run[:2]), tmp_path / "saved", {"epoch": 3, 7: (1, 2)}
+    with contextlib.nullcontext() if room is None else overtaken(room):
+        folder = run[1].save_checkpoint(root, scheduler=run[2], extra=extra, async_save=room is not None)
+        drawn, losses = torch.rand(3), train(*run, 3, 6)
+        want = snapshot(*run[:2])
+    assert folder == root / "step-00000003" and there(root) == ["latest", "step-00000003"]
     again = make(loaded_as, tmp_path, **options)
     train(*again, 0, 1)
-    assert again[1].load_checkpoint(tmp_path / "saved", scheduler=again[2]) == {"epoch": 3, 7: [1, 2]}
+    assert again[1].load_checkpoint(root, scheduler=again[2]) == {"epoch": 3, 7: [1, 2]}
     assert torch.equal(torch.rand(3), drawn) and again[1].num_steps == 3
     assert differ(snapshot(*again[:2]), at_save) == []
     assert train(*again, 3, 6) == losses and differ(snapshot(*again[:2]), want) == []
@@ -197,55 +197,41 @@ def failing(owner: Any, name: str, at: int, error: BaseException) -> Any:
     return mock.patch.object(owner, name, call)
 
 
-def run_failures(folder: str) -> dict[str, str]:
+def run_failures(folder: str) -> None:
     """What each rank says of faults of one of them, after each of which all go on together."""
     root, rank, broken = Path(folder), dist.get_rank(), OSError(5, "the drive of the second rank")
+    heard = "failed elsewhere: on rank 1, " * (rank == 0) + re.escape("OSError: [Errno 5] the drive of the second rank")
     with small_chunks():
         run = make("3-nvme", root, **EXACT)
         train(*run, 0, 1)
         run[1].save_checkpoint(root / "good", scheduler=run[2])
         losses, want = train(*run, 1, 2), snapshot(*run[:2])
-        faults: dict[str, tuple[Callable[[], object], Any]] = {
-            "room": (lambda: run[1].save_checkpoint(root / "full"), failing(files, "reserve", 1, broken)),
-            "naming": (lambda: run[1].save_checkpoint(root / "full"), failing(save, "write_durably", 1, broken)),
-            "extra": (lambda: run[1].save_checkpoint(root / "full", extra=object() if rank else 0), contextlib.nullcontext()),
-            "nothing": (lambda: run[1].load_checkpoint(root / ("full" if rank else "good"), scheduler=run[2]), contextlib.nullcontext()),
-            "another": (lambda: run[1].load_checkpoint(root / ("other" if rank else "good"), scheduler=run[2]), contextlib.nullcontext()),
-        }
         run[1].save_checkpoint(root / "other", scheduler=run[2], extra=1)
         shutil.copytree(root / "other" / "step-00000002", root / "other" / "step-00000001", dirs_exist_ok=True) if rank == 0 else None
         dist.barrier()
-        found = {}
-        for what, (call, fault) in faults.items():
+        saves, loads = functools.partial(run[1].save_checkpoint, root / "full"), functools.partial(run[1].load_checkpoint, scheduler=run[2])
+        faults: tuple[tuple[str, Callable[[], object], Any], ...] = (
+            ("step-00000002 " * (rank == 0) + heard, saves, failing(files, "reserve", 1, broken)),
+            (heard, saves, failing(save, "write_durably", 1, broken)),
+            (heard, lambda: (saves(async_save=True), run[1].synchronize()), failing(files, "reserve", 1, broken)),
+            ("TypeError", lambda: saves(extra=object() if rank else 0), contextlib.nullcontext()),
+            ("CheckpointError: .*manifest.json is missing", lambda: loads(root / ("full" if rank else "good")), contextlib.nullcontext()),
+            ("^CheckpointError: .*its checksum is", lambda: loads(root / ("other" if rank else "good")), contextlib.nullcontext()),
+        )
+        for words, call, fault in faults:
             with fault:
-                found[what] = error_of(call)
-            assert differ(snapshot(*run[:2]), want) == [], what
-        beside = lambda: (run[1].save_checkpoint(root / "full", async_save=True), run[1].synchronize())  # noqa: E731
-        with failing(files, "reserve", 1, broken):
-            found["beside"] = error_of(beside)
-        found["left"] = str(there(root / "full"))
+                said = error_of(call)
+            assert re.search(words, said) and differ(snapshot(*run[:2]), want) == there(root / "full") == [], said
         with failing(files.Tensors, "elements", 5, broken):
-            found["reading"] = error_of(lambda: run[1].load_checkpoint(root / "good", scheduler=run[2]))
-        uses = (lambda: loss_of(run[0], batch(0)), run[1].step, run[1].consolidated_state_dict, lambda: run[1].save_checkpoint(root / "full"))
-        for number, use in enumerate(uses):
-            found[f"use {number} then"] = error_of(use)
-        run[1].load_checkpoint(root / "good", scheduler=run[2])
+            assert re.search(heard, error_of(lambda: loads(root / "good")))
+        for use in (lambda: loss_of(run[0], batch(0)), run[1].step, run[1].consolidated_state_dict, saves):
+            assert re.search(r"load_checkpoint\(.*was interrupted \(.*makes all of it whole again", error_of(use))
+        loads(root / "good")
         assert train(*run, 1, 2) == losses and differ(snapshot(*run[:2]), want) == []
-    return found
 
 
 def test_what_fails_on_one_rank_is_heard_by_name_on_all(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_world(2, run_failures, [str(tmp_path)], timeout=60)[0]):
-        assert isinstance(found, dict), found
-        said = "OSError: [Errno 5] the drive of the second rank"
-        for what in ("room", "naming", "beside", "reading"):
-            assert (said if rank else f"failed elsewhere: on rank 1, {said}") in found[what], (rank, what, found[what])
-        assert "step-00000002" in found["room"] or rank
-        assert "TypeError" in found["extra"] and "CheckpointError" in found["nothing"] and "manifest.json is missing" in found["nothing"]
-        assert found["another"].startswith("CheckpointError") and "its checksum is" in found["another"]
-        assert found["left"] == "[]"
-        for said in (found[f"use {number} then"] for number in range(4)):
-            assert re.search(r"load_checkpoint\(.*was interrupted \(.*makes all of it whole again", said), said
+    assert run_world(2, run_failures, [str(tmp_path)], timeout=60) == [[None, None]]
 
 
 # ---- in the background -------------------------------------------------------------------------------
@@ -279,24 +265,6 @@ def overtaken(room: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("setting", "room"), (("0-host", 0), ("3-host", 60_000), ("3-nvme", 1 << 30)))
-def test_a_save_beside_training_is_the_state_when_it_was_asked_for(setting: str, room: int, tmp_path: Path) -> None:
-    with small_chunks():
-        run = make(setting, tmp_path)
-        train(*run, 0, 3)
-        run[1].save_checkpoint(tmp_path / "before", scheduler=run[2])
-        with overtaken(room):
-            run[1].save_checkpoint(tmp_path / "saved", scheduler=run[2], async_save=True)
-            losses = train(*run, 3, 6)
-            run[1].synchronize()
-        again = make("3-host", tmp_path)
-        again[1].load_checkpoint(tmp_path / "before", scheduler=again[2])
-        before = snapshot(*again[:2])
-        again[1].load_checkpoint(tmp_path / "saved", scheduler=again[2])
-        assert differ(snapshot(*again[:2]), before) == []
-        assert train(*again, 3, 6) == losses
-
-
 @pytest.mark.parametrize(("setting", "name"), (("2-host", "head.weight"), ("3-host", "tokens.weight")), ids=("trained", "frozen"))
 def test_what_users_write_while_a_save_goes_on_is_an_error_and_not_saved(setting: str, name: str, tmp_path: Path) -> None:
     run = make(setting, tmp_path)
@@ -321,8 +289,6 @@ def test_a_full_drive_is_an_error_and_training_goes_on(tmp_path: Path, caplog: p
     losses = train(*run, 0, 2)
     old = run[1].save_checkpoint(tmp_path / "saved")
     with mock.patch.object(files, "reserve", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "drive")):
-        with pytest.raises(OSError, match="No space"):
-            run[1].save_checkpoint(tmp_path / "saved")
         run[1].save_checkpoint(tmp_path / "saved", async_save=True)
         with pytest.raises(OSError, match="No space"):
             run[1].synchronize()
@@ -412,14 +378,18 @@ def test_another_model_or_optimizer_is_refused(options: dict[str, Any], match: s
     assert differ(snapshot(model, optimizer), before) == []
 
 
-def test_wrong_arguments_are_refused_before_anything_is_made(victim: Made, tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused_before_anything_is_made_and_each_loader_names_the_other_one(saved: Path, victim: Made, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep must be"):
         victim[1].save_checkpoint(tmp_path / "new", keep=0)
     with pytest.raises(TypeError, match=r"extra\['loader'\] is a object"):
         victim[1].save_checkpoint(tmp_path / "new", extra={"loader": object()})
     assert not (tmp_path / "new").exists()
-    with pytest.raises(CheckpointError, match="has no checkpoint"):
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has no checkpoint.*neither manifest.json nor .*zk.load_pretrained reads weights"):
         victim[1].load_checkpoint(tmp_path)
+    for path in (saved, saved.parent):
+        with pytest.raises(FileNotFoundError, match=r"no folder with model.safetensors"):
+            zk.load_pretrained(victim[0], path)
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         victim[1].save_checkpoint(tmp_path / "file" / "saved")
@@ -496,15 +466,3 @@ def test_a_checkpoint_of_0_1_0_loads_from_its_files_and_into_other_tiles_and_ord
             assert differ(optimizer.state_dict()["state"][0], states["state"][0]) == []  # that of channels_last
             optimizer.load_state_dict(states)
             assert differ(optimizer.consolidated_state_dict("fp32"), weights) == []
-
-
-def test_each_loader_names_the_other_one_for_its_folder(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, tmp_path / "model.safetensors")
-    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters())) as optimizer:
-        with pytest.raises(CheckpointError, match=r"neither manifest.json nor .*zk.load_pretrained reads weights"):
-            optimizer.load_checkpoint(tmp_path)
-        folder = optimizer.save_checkpoint(tmp_path / "saved")
-        for path in (folder, folder.parent):
-            with pytest.raises(FileNotFoundError, match=r"no folder with model.safetensors"):
-                zk.load_pretrained(model, path)

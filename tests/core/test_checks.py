@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
+import pickle
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 
 import zk
-from tests.core.test_ranks import error_of
 from tests.models import GPT, adamw, batch, descend, gpt, loss_of
 from tests.world import call, mesh_of, run_world
 
@@ -132,20 +135,7 @@ def test_parameters_that_cannot_be_taken_are_named_and_stay(kind: str, message: 
             train(model, optimizer)
 
 
-def test_quick_a_refusal_leaves_the_model_as_it_was() -> None:
-    model = GPT()
-    before = [(param, param.data_ptr(), param.dtype) for param in model.parameters()]
-    mistakes = {"blocks.7": {"units": ["blocks.7"]}, "Conv2d": {"units": [nn.Conv2d]}, "tabel": {"dtype": "bf16", "keep_dtype": "tabel"}}
-    for name, options in mistakes.items():
-        with pytest.raises(ValueError, match=f"the model has no module .*'{name}'"):
-            zk.ZeroOptimizer(model, adamw(model), stage=3, **options)
-        assert [(param, param.data_ptr(), param.dtype) for param in model.parameters()] == before
-    loss_of(model, batch(0)).backward()  # no hook is left: gradients stay where torch has them
-    assert all(type(param.grad) is torch.Tensor for param in model.parameters())
-    zk.ZeroOptimizer(model, adamw(model), stage=3).close()
-
-
-def test_quick_a_model_has_one_optimizer_until_that_is_closed() -> None:
+def test_quick_a_model_has_one_optimizer_until_that_is_closed_and_a_refusal_leaves_the_model_as_it_was() -> None:
     model = layers()
     optimizer = zk.ZeroOptimizer(model, adamw(model), stage=3)
     with pytest.raises(ValueError, match="a ZeroOptimizer already"):
@@ -154,11 +144,16 @@ def test_quick_a_model_has_one_optimizer_until_that_is_closed() -> None:
         with pytest.raises(ValueError, match="belongs to another ZeroOptimizer"):
             zk.ZeroOptimizer(other, adamw(other))
     optimizer.close()
-    with pytest.raises(ValueError, match="no module 'x'"):
-        zk.ZeroOptimizer(model, adamw(model), units=["x"])  # which is no owner
-    again = zk.ZeroOptimizer(model, adamw(model))
-    train(model, again)
-    again.close()
+    before = [(param, param.data_ptr(), param.dtype) for param in model.parameters()]
+    mistakes = {"blocks.7": {"units": ["blocks.7"]}, "Conv2d": {"units": [nn.Conv2d]}, "tabel": {"dtype": "bf16", "keep_dtype": "tabel"}}
+    for name, options in mistakes.items():
+        with pytest.raises(ValueError, match=f"the model has no module .*'{name}'"):
+            zk.ZeroOptimizer(model, adamw(model), stage=3, **options)  # which is no owner
+        assert [(param, param.data_ptr(), param.dtype) for param in model.parameters()] == before
+    model(torch.ones(2, 4)).sum().backward()  # no hook is left: gradients stay where torch has them
+    assert all(type(param.grad) is torch.Tensor for param in model.parameters())
+    with zk.ZeroOptimizer(model, adamw(model)) as again:
+        train(model, again)
 
 
 @pytest.mark.parametrize(("stage", "move"), ((2, nn.Module.double), (3, lambda model: model.to(torch.bfloat16))))
@@ -204,11 +199,93 @@ def test_sparse_gradients_are_an_error_with_a_remedy() -> None:
         sparse(torch.tensor([1])).sum().backward()
 
 
+# ---- ZeroConfig: what is read as meant, and what is refused ----------------------------------------------------------------------------------
+
+
+def test_quick_values_are_read_as_users_write_them(tmp_path: Path) -> None:
+    config = zk.ZeroConfig(
+        dtype="torch.bfloat16", device_budget="1.5TiB", host_budget="500 MB", units=nn.Linear, keep_dtype="norm",
+        param_tier="NVMe", stage=3, optimizer_tier="auto", nvme_path=tmp_path, device="cpu", loss_scale="dynamic",
+    )  # fmt: skip
+    assert config.dtype == torch.bfloat16 and config.device == torch.device("cpu") and config.param_tier == "nvme"
+    assert (config.device_budget, config.host_budget) == (3 << 39, 500 * 10**6)
+    assert (config.units, config.keep_dtype, config.nvme_path) == ((nn.Linear,), ("norm",), (str(tmp_path),))
+    assert config.loss_scale == zk.DynamicLossScale()
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config and hash(config)
+
+
+VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"stage": 4}, "stage must be 0, 1, 2 or 3; got 4"),
+    ({"optimizer_tier": "disk"}, "optimizer_tier must be 'device', 'host', 'nvme' or 'auto' .*a disk 'nvme'.*; got 'disk'"),
+    ({"param_tier": ["host"]}, r"param_tier must be .*; got \['host'\]$"),
+    ({"optimizer_tier": "nvme"}, "nvme_path is not set"),
+    ({"optimizer_tier": "nvme", "nvme_path": ["/tmp", "/tmp"]}, "each of them once"),
+    ({"stage": 3, "param_tier": "nvme", "nvme_path": "/tmp"}, "updated in host memory"),
+    ({"param_tier": "host"}, "param_tier='host' needs stage=3"),
+    ({"nvme_path": "/tmp"}, "nvme_path has no effect"),
+    ({"host_budget": "1GiB"}, "host_budget has no effect"),
+    ({"host_budget": "24 potatoes"}, "host_budget must be a number of bytes above 0, or a string like"),
+    ({"host_budget": 0}, "above 0"),
+    ({"clip_grad_norm": "1"}, "clip_grad_norm must be more than 0"),
+    ({"clip_grad_norm": float("nan")}, "clip_grad_norm must be more than 0"),
+    ({"dtype": "int8"}, "dtype must be one of"),
+    ({"keep_dtype": "table"}, "keep_dtype has no effect without dtype="),
+    ({"loss_scale": "sometimes"}, "loss_scale must be"),
+    ({"loss_scale": float("inf")}, "finite number above 0"),
+    ({"loss_scale": True}, "loss_scale must be"),
+    ({"prefetch": -1}, "prefetch must be"),
+    ({"num_threads": 0}, "num_threads must be"),
+    ({"device": "meta"}, "'cuda' or 'cuda:N'; got 'meta'"),
+    *([] if torch.cuda.is_available() else [({"device": "cuda"}, "torch sees 0 CUDA devices")]),
+]
+TYPES: list[tuple[dict[str, Any], str]] = [
+    ({"host_budget": True}, "host_budget must be"),
+    ({"dtype": "bf16", "keep_dtype": (int,)}, "keep_dtype must hold module names or nn.Module classes"),
+    ({"units": [3]}, "units must hold"),
+    ({"device": 0}, "got 0"),
+    ({"nvme_path": 7}, "nvme_path must be a path"),
+    ({"process_group": "all"}, r"this rank is a member of .*mesh\.get_group"),
+    ({"addons": [zk.Addon]}, "addons must be a list of zk.Addon objects"),
+    ({"stages": 3}, "no option 'stages'; the closest one is 'stage'"),
+    ({"overlap_stop": True}, "the closest one is 'overlap_step'"),
+    ({"qqq": 1}, "there are stage, dtype"),
+    ({"options": {"overlap_stop": 1}}, "no option 'overlap_stop'"),
+]
+REFUSED = [*((ValueError, *case) for case in VALUES), *((TypeError, *case) for case in TYPES)]
+
+
+@pytest.mark.parametrize(("error", "options", "message"), REFUSED, ids=str)
+def test_values_without_a_meaning_and_unknown_options_are_refused(error: type[Exception], options: dict[str, Any], message: str) -> None:
+    model = nn.Linear(2, 2)
+    for make in (
+        lambda: zk.ZeroConfig(**options),
+        lambda: dataclasses.replace(zk.ZeroConfig(), **options),
+        lambda: zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), zk.ZeroConfig(), **options),
+    ):
+        with pytest.raises(error, match=message):
+            make()
+
+
+def test_options_win_over_the_config_they_are_given_with_and_add_ons_have_the_others() -> None:
+    config = zk.ZeroConfig(overlap_step=True, stage=3)
+    changed = dataclasses.replace(config, state_dtype="bf16", stage=1)
+    assert changed.options == {"overlap_step": True, "state_dtype": "bf16"} and config.options == {"overlap_step": True}
+    assert dataclasses.replace(changed, overlap_step=False).options["overlap_step"] is False
+    model = nn.Linear(2, 2)
+    optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), zk.ZeroConfig(stage=1, prefetch=0), stage=0)
+    assert (optimizer.config.stage, optimizer.config.prefetch) == (0, 0)
+    optimizer.close()
+    with pytest.raises(TypeError, match=r"config must be a zk\.ZeroConfig"):
+        zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), {"stage": 1})  # type: ignore[arg-type]
+
+
 # ---- ranks that would train by different rules, or different models ------------------------------------------------------------------------
 
-# what differs by rank: an option, a group's number, or the model
+# what differs by rank: an option, a group's number, the model, or states
 DIFFERENCES: dict[str, tuple[str, Any]] = {
     "stage is 1 on rank 0 and 2 on rank 1": ("stage", lambda rank: 1 + rank),
+    r"ValueError: stage must be 0, 1, 2 or 3; got 7": ("stage", lambda rank: (2, 7)[rank]),
+    r"ValueError: the states are of groups of \[\] parameters": ("states", lambda rank: {} if rank else {"param_groups": []}),
     r"of torch.float32 on rank 0 and \(\d+, \d+\) of torch.float32, frozen on rank 1": ("model", lambda rank: rank == 0),
     r"'head.weight' is \((\d+, \d+)\) of torch.float32 on rank 0 and \(\1\) of torch.float32, strides \(1, \d+\) on rank 1": ("order", int),
     r"clip_grad_norm is 0\.5 on rank 0 and 1 on rank 1": ("clip_grad_norm", lambda rank: 0.5 + rank / 2),
@@ -216,6 +293,14 @@ DIFFERENCES: dict[str, tuple[str, Any]] = {
     r"param_groups\[0\]\['betas'\] is \(0\.9, 0\.9\) on rank 0 and \(0\.8, 0\.9\) on rank 1": ("betas", lambda rank: [0.9 - rank / 10, 0.9]),
     r"param_groups\[0\]\['lr'\] is 0\.5 on rank 0 and 1\.5 on rank 1": ("lr", lambda rank: np.float32(0.5 + rank)),
 }
+
+
+def error_of(case: Any) -> str:
+    try:
+        case()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def in_a_wrong_group(is_mesh: bool) -> None:
@@ -234,7 +319,10 @@ def differs(pattern: str) -> None:
     if is_of_group:
         inner.param_groups[0][what] = value
     options = {"optimizer_tier": "host", "stage": 3 if what == "prefetch" else 2}
-    zk.ZeroOptimizer(model, inner, **options if is_of_group or what in ("model", "order") else {**options, what: value})
+    is_option = not is_of_group and what not in ("model", "order", "states")
+    optimizer = zk.ZeroOptimizer(model, inner, **options | ({what: value} if is_option else {}))
+    if what == "states":
+        optimizer.load_state_dict(optimizer.state_dict() | value)
 
 
 def differs_in_name_only(_: str) -> str:
@@ -250,7 +338,7 @@ def differs_in_name_only(_: str) -> str:
     return ""
 
 
-def test_ranks_of_different_rules_and_outside_of_their_group_are_refused_with_the_remedy_and_others_train() -> None:
+def test_ranks_of_different_rules_or_states_and_outside_of_their_group_are_refused_on_all_and_others_train() -> None:
     jobs = [*(functools.partial(differs, pattern) for pattern in DIFFERENCES), *(functools.partial(in_a_wrong_group, is_mesh) for is_mesh in (0, 1))]
     *table, groups, meshes, alike = run_world(2, call, [*((error_of, job) for job in jobs), (differs_in_name_only, "")], timeout=60)
     for pattern, row in zip(DIFFERENCES, table, strict=True):

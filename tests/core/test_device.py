@@ -1,7 +1,8 @@
-"""Parity with plain torch on devices with memory of their own, whose copies run as late as they may; the plugin reports each that is unordered."""
+"""Devices with memory of their own: parity with plain torch, what moves and what fits. Copies run as late as they may, and races are reported."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import itertools
@@ -11,17 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zk
 from tests import softgpu
+from tests.core.test_placement import GIB, free
 from tests.core.test_tiers import walk
-from tests.models import DEVICE, GPT, adamw, batch, loss_of, small_chunks, train
+from tests.models import DEVICE, GPT, adamw, batch, gpt, loss_of, small_chunks, train
 from tests.parity import Case, run_case
 from tests.world import run_world
 from zk import memory
 from zk.kernels import reference
 from zk.offload import tiers as link_module
 from zk.offload.tiers import CPU, CudaLink, HostChunk, Tier, link_to
+from zk.placement import Place
 
 if not softgpu.installed():
     pytest.skip("for the software GPU (pytest -p tests.softgpu.plugin)", allow_module_level=True)
@@ -185,3 +189,65 @@ def test_parameters_are_those_of_loaded_masters_at_once() -> None:
         train(model, optimizer)
         optimizer.load_state_dict(saved)
         assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
+
+
+# ---- what moves to a device, and what fits there --------------------------------------------------------------------------------------------
+
+
+def wrap(net: nn.Module, **options: Any) -> zk.ZeroOptimizer:
+    return zk.ZeroOptimizer(net, adamw(net), num_threads=1, **options)
+
+
+@pytest.mark.parametrize("options", [{"stage": 2}, {"stage": 3, **HOST}])
+def test_a_model_in_host_memory_moves_with_its_buffers_and_trains_the_same_bits(options: dict[str, Any]) -> None:
+    net = gpt().cpu()
+    net.register_buffer("table", torch.randn(5))
+    other = copy.deepcopy(net).cuda()
+    optimizer, plain = wrap(net, dtype="bf16", device="cuda", **options), wrap(other, dtype="bf16", **options)
+    assert {tensor.device for tensor in (*net.parameters(), *net.buffers())} == {torch.device("cuda", 0)}
+    assert train(net, optimizer, 2) == train(other, plain, 2)
+    optimizer.close(), plain.close()
+    assert all(map(torch.equal, net.state_dict().values(), other.state_dict().values()))
+
+
+def test_no_more_than_a_unit_is_whole_on_the_device_while_a_model_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "BEHIND_NBYTES", 0)  # of copies to the host, which end late here
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16)))
+    nbytes = sum(param.nbytes for param in net.parameters())
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer = wrap(net, device="cuda", stage=3, units=[nn.Linear], **HOST)
+    assert torch.cuda.max_memory_allocated() - before < nbytes / 4
+    optimizer.close()
+
+
+def test_devices_that_differ_or_are_not_there_are_refused() -> None:
+    net = gpt().cuda()
+    net.tokens.cpu()
+    with pytest.raises(ValueError, match=r"'tokens.weight' on cpu and 'head.weight' on cuda:0: .*device="):
+        wrap(net)
+    with pytest.raises(ValueError, match="'cuda:7', and torch sees 2 CUDA devices: name another"):
+        wrap(net, device="cuda:7")
+    optimizer = wrap(net, device="cuda")
+    train(net, optimizer, 2)
+    net.cpu()
+    with pytest.raises(RuntimeError, match=r"was moved or converted after .* on cpu"):
+        net(batch(0))
+
+
+def test_auto_fills_half_of_the_device_and_trains_the_same_bits(tmp_path: Path) -> None:
+    losses, places = [], []
+    auto = {"optimizer_tier": "auto", "nvme_path": tmp_path, "param_tier": "auto"}
+    numel = sum(param.numel() for param in gpt().parameters())
+    for nbytes in (GIB, int(1.5 * numel), -4 * numel):
+        net = gpt().cuda()
+        with free(device=nbytes):
+            optimizer = wrap(net, dtype="bf16", stage=3, **auto)
+        places.append(set(optimizer._layout.places.values()))
+        losses.append(train(net, optimizer, 2))
+        optimizer.close()
+    assert losses == losses[:1] * 3 and places[0] == {Place("device", "device")}
+    assert Place("mirrored", "host") in places[1] and places[2] == {Place("host", "host")}
+    with free(device=-4 * numel), pytest.raises(MemoryError):  # full parameters are on the device
+        wrap(gpt().cuda(), dtype="bf16", stage=2, optimizer_tier="auto", nvme_path=tmp_path)

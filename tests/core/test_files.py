@@ -9,6 +9,8 @@ import threading
 import time
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -143,32 +145,25 @@ def test_waiting_is_bounded_and_says_for_what(tmp_path: Path, faults: Faults) ->
 
 
 def test_a_write_comes_after_what_fills_its_memory(tmp_path: Path) -> None:
-    class Late:
-        def wait(self) -> None:
-            source.add_(7)
-
     source, found = (aligned(ALIGN).view(torch.float32) for _ in range(2))
     file = File([tmp_path], ALIGN)
-    file.write_async(source, after=[Late(), Late()]).wait()
+    late = SimpleNamespace(wait=lambda: source.add_(7))
+    file.write_async(source, after=[late, late]).wait()
     file.read_async(found).wait()
     assert found.eq(14).all()
 
 
-def test_a_drive_without_room_and_folders_that_cannot_be_used_are_named(tmp_path: Path, faults: Faults) -> None:
+def test_a_drive_without_room_folders_that_cannot_be_used_and_files_that_became_shorter_are_named(tmp_path: Path, faults: Faults) -> None:
     with pytest.raises(OSError, match=r"[\d,.]+ MiB are needed and [\d,.]+ MiB are free"):
         File([tmp_path], 1 << 50)
     faults.fail = {"posix_fallocate": [errno.EOPNOTSUPP]}
-    File([tmp_path], 10 * ALIGN).close()  # a file system that cannot reserve
-    with pytest.raises(FileNotFoundError, match="must be an existing folder") as raised:
-        File([tmp_path / "none"], ALIGN)
-    assert raised.value.filename == str(tmp_path / "none") and os.listdir(tmp_path) == []
-
-
-def test_a_file_that_became_shorter_is_an_error(tmp_path: Path, faults: Faults) -> None:
-    file = File([tmp_path], 4 * ALIGN)
+    file = File([tmp_path], 10 * ALIGN)  # on a file system that cannot reserve
     faults.zero = True
     with pytest.raises(OSError, match="has become shorter"):
         file.read_async(aligned(ALIGN)).wait()
+    with pytest.raises(FileNotFoundError, match="must be an existing folder") as raised:
+        File([tmp_path / "none"], ALIGN)
+    assert raised.value.filename == str(tmp_path / "none") and os.listdir(tmp_path) == []
 
 
 def test_misuse_is_refused(tmp_path: Path) -> None:
@@ -197,14 +192,7 @@ def test_a_forked_process_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_o_direct_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    real = fcntl.fcntl
-
-    def refuse(descriptor: int, command: int, flags: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(descriptor, command, flags)
-
-    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", mock.Mock(side_effect=[OSError(errno.EINVAL, "Invalid argument"), None]))
     data = pattern(3)
     file, found = File([tmp_path], data.nbytes), aligned(data.nbytes)
     file.write_async(data).wait()

@@ -44,15 +44,6 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
-class Module(nn.Module):
-    """A module with what is given."""
-
-    def __init__(self, **parts: Tensor | nn.Module) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part if isinstance(part, nn.Module) else nn.Parameter(part))
-
-
 def scaled_by_a_changing_number() -> nn.Module:
     scale, array, layers = torch.tensor(1.0), np.ones((4, 4), np.float32), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     for layer in layers:
@@ -74,7 +65,8 @@ def in_16_bits() -> nn.Module:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = Module(inner=nn.Linear(4, 4), scale=torch.ones(4))
+        model = nn.Linear(4, 4)
+        model.scale = nn.Parameter(torch.ones(4))
         model.register_buffer("shares", torch.arange(4) / 3)
         return model
     finally:
@@ -97,10 +89,7 @@ def both(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     return plain, model
 
 
-CONSTRUCTORS = [
-    *(Everything, scaled_by_a_changing_number),
-    *(forward_in_the_constructor, copied_with_buffers, in_16_bits),
-]
+CONSTRUCTORS = [Everything, scaled_by_a_changing_number, forward_in_the_constructor, copied_with_buffers, in_16_bits]
 
 
 @pytest.mark.device
@@ -143,5 +132,3 @@ def test_what_cannot_be_followed_is_refused() -> None:
         with pytest.raises(RuntimeError, match=says), zk.deferred_init():
             make()
     assert not torch.ones(1).is_meta and stranger.weight.is_meta  # and torch is as it was
-
-

@@ -33,21 +33,14 @@ def planned(joined: bool = False, sizes: list[Size] | None = None, ranks: int = 
 
 
 AUTO: dict[str, Any] = {"stage": 3, "param_tier": "auto", "optimizer_tier": "auto", "nvme_path": "/tmp"}
+HOST = {"stage": 3, "param_tier": "host", "optimizer_tier": "host"}
+DRIVE = {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"}
 ROOM = {"device": 1 << 40, "host": 1 << 40}
-
-
-# ---- numbers alone -------------------------------------------------------------------------------
-
-
-def filled(device: int, host: int, count: int = 4, joined: bool = False, **options: Any) -> str:
-    """The first letters of each unit's tiers, and how many units have them."""
-    places = planned(joined, [UNIT] * count, **{**AUTO, **options}).places({"device": device, "host": host})
-    runs = itertools.groupby(param[0] + state[0] for param, state in places)
-    return " ".join(f"{len(list(run))}{name}" for name, run in runs)
 
 
 BUFFERS = 4 * (4096 + 4096 + 12_288)  # of the drive, in host memory: of units that are gathered whole and of chunks
 ONE = {"joined": True, "nvme_path": None}  # the memory of device and host
+HALF = {"host_budget": BUFFERS - 4 * 4096 + 12 * 2000 + 13_000}
 FILLED: tuple[tuple[int, int, int, dict[str, Any], str], ...] = (
     (1 << 20, 1 << 20, 4, {}, "4dd"),
     # parameters (2 bytes an element) come first, then states (12), with copies of parameters on the host
@@ -60,14 +53,25 @@ FILLED: tuple[tuple[int, int, int, dict[str, Any], str], ...] = (
     (2000, 2000, 12, {"optimizer_tier": "device"}, "1dd 11hd"),
     (5 * 2000 + 100, 5 * 2000 + 100, 4, ONE, "4mh"),
     (4 * 2000 + 12_000, 1 << 20, 4, {**ONE, "device_budget": 4 * 2000 + 12_000}, "1dd 3mh"),
+    # of the drive, what a budget of the host holds is not there
+    (1 << 40, 1 << 40, 12, DRIVE, "12nn"),
+    (1 << 40, 0, 12, {**DRIVE, "host_budget": BUFFERS + 3 * 2000 + 100}, "3hn 9nn"),
+    (1 << 40, 0, 12, {**DRIVE, "host_budget": BUFFERS + 12 * 2000 + 13_000}, "1hh 11hn"),
+    # parameters pass through no buffers; below stage 3 they are on the device, with copies on the host
+    (1 << 40, 0, 12, {**DRIVE, "param_tier": "host", **HALF}, "1hh 11hn"),
+    (1 << 40, 0, 12, {**DRIVE, "stage": 2, "param_tier": "device", **HALF}, "1mh 11mn"),
 )
 
 
 @pytest.mark.parametrize(("device", "host", "count", "options", "tiers"), FILLED)
-def test_quick_auto_fills_the_device_then_the_host_then_the_drive_by_whole_units(
+def test_quick_whole_units_fill_the_device_then_the_host_also_what_a_budget_holds_of_it_then_the_drive(
     device: int, host: int, count: int, options: dict[str, Any], tiers: str
 ) -> None:
-    assert filled(device, host, count, **options) == tiers
+    """The first letters of each unit's tiers, and how many units have them."""
+    room = {"device": device, "host": options.get("host_budget", host)}
+    places = planned(sizes=[UNIT] * count, **{**AUTO, **options}).places(room)
+    runs = itertools.groupby(param[0] + state[0] for param, state in places)
+    assert " ".join(f"{len(list(run))}{name}" for name, run in runs) == tiers
 
 
 def test_bytes_at_rest_and_in_use() -> None:
@@ -105,21 +109,6 @@ def test_budgets_that_do_not_hold_the_state_are_refused(options: dict[str, Any],
     planned(**enough).places(placement.rooms(zk.ZeroConfig(**enough), ROOM, joined=False))
 
 
-KEPT: tuple[tuple[int, dict[str, Any], str], ...] = (
-    (12, {}, "12nn"),
-    (12, {"host_budget": BUFFERS + 3 * 2000 + 100}, "3hn 9nn"),
-    (12, {"host_budget": BUFFERS + 12 * 2000 + 13_000}, "1hh 11hn"),
-    # parameters pass through no buffers; below stage 3 they are on the device, with copies on the host
-    (12, {"param_tier": "host", "host_budget": BUFFERS - 4 * 4096 + 12 * 2000 + 13_000}, "1hh 11hn"),
-    (12, {"stage": 2, "param_tier": "device", "host_budget": BUFFERS - 4 * 4096 + 12 * 2000 + 13_000}, "1mh 11mn"),
-)
-
-
-@pytest.mark.parametrize(("count", "options", "tiers"), KEPT)
-def test_what_a_budget_of_the_host_holds_is_not_on_the_drive(count: int, options: dict[str, Any], tiers: str) -> None:
-    assert filled(1 << 40, options.get("host_budget", 1 << 40), count, **{"param_tier": "nvme", "optimizer_tier": "nvme", **options}) == tiers
-
-
 # ---- the memory that is here ---------------------------------------------------------------------
 
 
@@ -144,14 +133,10 @@ def wrap(net: nn.Module, **options: Any) -> zk.ZeroOptimizer:
     return zk.ZeroOptimizer(net, torch.optim.AdamW(net.parameters()), units=[nn.Linear], **options)
 
 
-def refused(net: nn.Module, **options: Any) -> str:
+def refused(net: nn.Module, adam: Any = None, **options: Any) -> str:
     with pytest.raises(MemoryError) as caught:
-        wrap(net, **options)
+        zk.ZeroOptimizer(net, adam or torch.optim.AdamW(net.parameters()), units=[nn.Linear], **options)
     return str(caught.value)
-
-
-HOST = {"stage": 3, "param_tier": "host", "optimizer_tier": "host"}
-DRIVE = {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"}
 
 
 SAID = r"this rank needs ([\d.]+) (bytes|MiB) on the host tier and has ([\d.]+) (bytes|MiB), "
@@ -171,11 +156,8 @@ def test_quick_a_refusal_says_what_is_needed_what_is_there_and_what_to_do(tmp_pa
 
 def still_needed(net: nn.Module, adam: Any = None) -> float:
     """Bytes of host memory that a refusal says are too few where none is free."""
-    adam = adam or torch.optim.AdamW(net.parameters())
-    with free(host=0, nvme=0), pytest.raises(MemoryError) as caught:
-        zk.ZeroOptimizer(net, adam, dtype="bf16", units=[nn.Linear])
-    found = re.search(SAID, str(caught.value))
-    assert found is not None
+    with free(host=0, nvme=0):
+        found: Any = re.search(SAID, refused(net, adam, dtype="bf16"))
     needed, there = (float(found[at]) * ((1 << 20) if found[at + 1] == "MiB" else 1) for at in (1, 3))
     return needed - there
 

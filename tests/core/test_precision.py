@@ -30,11 +30,6 @@ def wrap(model: nn.Module, path: Path | None = None, **options: Any) -> zk.ZeroO
     return zk.ZeroOptimizer(model, adamw(model), num_threads=1, **options, **drive)
 
 
-def convolutional() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6, 3))
-
-
 def drawn(step: int) -> Tensor:
     """(16, 4, 8), far from zero: a running mean in 16 bits stops on its way there."""
     return torch.randn(16, 4, 8, generator=torch.Generator().manual_seed(step)) - 50.0
@@ -61,7 +56,8 @@ def by_hand(model: Any) -> list[float]:
 
 @each_tier
 def test_batch_norm_trains_as_beside_parameters_in_bf16_that_were_cast_by_hand(options: dict[str, Any], tmp_path: Path) -> None:
-    model = convolutional()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6, 3))
     plain = copy.deepcopy(model)
     with wrap(model, tmp_path, dtype="bf16", **options) as optimizer:
         assert [descend(optimizer, model(drawn(step)).float().square().mean()) for step in range(4)] == by_hand(plain)
@@ -186,15 +182,12 @@ def scales_of(overflows: list[bool], **rule: Any) -> list[float]:
     return scales
 
 
-def test_quick_the_scale_falls_on_overflow_and_grows_after_a_window() -> None:
+def test_quick_the_scale_falls_on_overflow_and_grows_after_a_window_and_its_settings_are_checked() -> None:
     bad, good = True, False
     assert scales_of([bad] * 9, init=256, window=2, hysteresis=1) == [128, 64, 32, 16, 8, 4, 2, 1, 1]
     assert scales_of([good] * 5, init=4, window=2) == [4, 8, 8, 16, 16]
     assert scales_of([bad, bad, good, good, bad, bad], init=8, window=2, hysteresis=2) == [8, 4, 4, 8, 8, 4]
     assert scales_of([good, bad, good, good], init=8, window=2, hysteresis=1, factor=4.0) == [8, 2, 2, 8]
-
-
-def test_settings_of_a_dynamic_scale_are_checked() -> None:
     for setting in ({"factor": 1.0}, {"minimum": 0}, {"minimum": 3, "init": 2.0}, {"window": 0}, {"window": 2.5}, {"hysteresis": 0}):
         with pytest.raises(ValueError, match=f"DynamicLossScale needs .*{next(iter(setting))}.*; got DynamicLossScale"):
             zk.DynamicLossScale(**setting)  # type: ignore[arg-type]

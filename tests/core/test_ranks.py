@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +22,8 @@ from tests.plain import mean_of_ranks
 from tests.programs import Program, rank_of
 from tests.world import call, free_port, run_world
 from zk import ZeroOptimizer
+from zk.parallel.comm import Comm
+from zk.parallel.gradient import in_backward
 
 WIDTH, VOCAB = 12, 19
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -89,10 +91,10 @@ STEPS: dict[str, Sequence[Sequence[Pass]]] = {
 WHOLE = {"calls all"}
 AT_STAGE_3: dict[str, Sequence[Sequence[Pass]]] = {
     "alike": ([sync(*WHOLE)],),
-    "alike, in order": ([sync(*WHOLE)],),
+    "alike, and the first one alone uses a block that is held": ([sync(*WHOLE)],),
     "parts": ([sync("0a", "2b", *WHOLE)], [sync("1b", "2a", *WHOLE)]),
     "parts, again": ([sync("0a", *WHOLE)], [sync("1b", *WHOLE)]),
-    "all": ([sync(*WHOLE)],),
+    "all, and the first one alone uses a block": ([sync(*WHOLE)],),
     "other parts": ([sync("1a", *WHOLE)], [sync("3a", "0b", *WHOLE)]),
     "some of a sum": ([local("0a", *WHOLE), sync(*WHOLE)], [local(*WHOLE), sync("0a", "1b", *WHOLE)]),
     "all again": ([sync(*WHOLE)],),
@@ -165,6 +167,10 @@ def plain_masters(stage: int, dtype: torch.dtype, scale: float) -> list[list[Ten
     return found[0]
 
 
+def wrap(model: nn.Module, **options: Any) -> ZeroOptimizer:
+    return ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
+
+
 def train(case: tuple[int, torch.dtype, dict[str, Any]]) -> str:
     """Train on every rank by the plan of the stage; return what is not as in plain torch."""
     stage, dtype, options = case
@@ -173,7 +179,7 @@ def train(case: tuple[int, torch.dtype, dict[str, Any]]) -> str:
     every = plain_masters(stage if stage else 2, dtype, options.get("loss_scale", 1.0))
     torch.manual_seed(0)
     model, rank = Branches().to(DEVICE), dist.get_rank()
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=stage, dtype=dtype, **options)
+    optimizer = wrap(model, stage=stage, dtype=dtype, **options)
     wrong = []
     for number, ((name, step), masters) in enumerate(zip((STEPS if stage < 3 else AT_STAGE_3).items(), every, strict=True)):
         for at, (kind, skipped) in enumerate(of_rank(step, rank)):
@@ -183,6 +189,10 @@ def train(case: tuple[int, torch.dtype, dict[str, Any]]) -> str:
                     optimizer.backward(loss)
             elif kind == "sync":
                 optimizer.backward(loss)
+        if "alone" in name:  # all ask for the same unit next
+            with zk.gather(model.parameters()), torch.no_grad():
+                if rank == 0:
+                    model.blocks[1](torch.ones(2, 3, WIDTH, dtype=dtype, device=DEVICE), "")
         optimizer.step()
         optimizer.zero_grad()
         with zk.gather(model.parameters(), kind="master") as got:
@@ -194,59 +204,7 @@ def train(case: tuple[int, torch.dtype, dict[str, Any]]) -> str:
     return ", ".join(wrong)
 
 
-TWO = [
-    *((0, BF16, {}), (1, BF16, {}), (2, FP16, {"loss_scale": 1024.0, "announce": True})),
-    *((3, FP16, {"loss_scale": 1024.0, "prefetch": 0, "announce": True}), (3, BF16, {"overlap_step": True})),
-]
-THREE: Any = [(2, FP32, {}), (3, FP32, {})]  # slices of other lengths
-
-
-@pytest.mark.parametrize(("world", "cases"), ((2, TWO), (3, THREE)))
-def test_ranks_that_differ_train_as_plain_torch(world: int, cases: list[Any]) -> None:
-    table = run_world(world, call, [(train, case) for case in cases], timeout=40)
-    assert [(case, said) for case, said in zip(cases, table, strict=True) if any(said)] == []
-
-
-# ---- errors of one rank --------------------------------------------------------------------------------
-
-
-def wrap(model: nn.Module, lr: float = 1e-2, **options: Any) -> ZeroOptimizer:
-    return ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=lr), **options)
-
-
-def with_a_mistake_on_one() -> None:
-    wrap(Branches(), **({"stage": 7} if dist.get_rank() else {}))
-
-
-def with_states_that_do_not_fit() -> None:
-    optimizer = wrap(Branches())
-    optimizer.load_state_dict({**optimizer.state_dict(), **({} if dist.get_rank() else {"param_groups": []})})
-
-
-ERRORS: dict[Any, str] = {
-    with_a_mistake_on_one: "ValueError: stage must be 0, 1, 2 or 3; got 7",
-    with_states_that_do_not_fit: "ValueError: the states are of groups of [] parameters",
-}
-
-
-def error_of(case: Any) -> str:
-    try:
-        case()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def test_quick_an_error_of_one_rank_is_raised_by_all() -> None:
-    for case, said in zip(ERRORS, of_two_ranks(error_of), strict=True):
-        kind, words = ERRORS[case].split(": ", 1)
-        assert all(text.startswith(kind) and words in text for text in map(str, said)), (case.__name__, said)
-
-
-# ---- what all ranks know ----------------------------------------------------------------------------------------------------------------
-
-
-def dropping(stage: int) -> list[str]:
+def dropping(stage: int) -> str:
     """Gradients that are removed before a pass in which one rank has none: what is not that of the other rank's pass alone."""
     torch.manual_seed(0)
     model, removed = Branches(), ("blocks.0.a.weight", "blocks.0.b.bias", "blocks.3.b.weight")
@@ -260,83 +218,49 @@ def dropping(stage: int) -> list[str]:
     optimizer.clip_grad_norm_(1e9)  # ranks meet, and nothing is clipped
     plain(batch(2), frozenset()).backward()
     with zk.gather([model.get_parameter(name) for name in removed], kind="grad") as got:
-        return [name for name, grad in zip(removed, got, strict=True) if not torch.equal(grad, plain.get_parameter(name).grad / 2)]
+        pairs = zip(removed, got, strict=True)
+        return ", ".join(name for name, grad in pairs if not torch.equal(grad, plain.get_parameter(name).grad / 2))
 
 
-def test_a_gradient_that_was_removed_is_so_on_ranks_that_have_no_other() -> None:
-    assert of_two_ranks(dropping) == [[[], []]] * 3
+TWO = [
+    *((0, BF16, {}), (1, BF16, {}), (2, FP16, {"loss_scale": 1024.0, "announce": True})),
+    *((3, FP16, {"loss_scale": 1024.0, "prefetch": 0, "announce": True}), (3, BF16, {"overlap_step": True})),
+]
+THREE: Any = [(2, FP32, {}), (3, FP32, {})]  # slices of other lengths
+JOBS = {2: [*((train, case) for case in TWO), *((dropping, stage) for stage in (0, 1, 2))], 3: [(train, case) for case in THREE]}
 
 
-def looking(stage: int) -> list[list[float]]:
-    """Losses where no rank, or the first one alone, uses a block by itself before each step: the next unit that ranks ask for is the same."""
-    found = []
-    for is_alone in (False, True):
-        torch.manual_seed(0)
-        model, losses = Branches(), list[float]()
-        optimizer = wrap(model, stage=stage)
-        for seed in range(4):
-            loss = model(batch(seed), frozenset())
-            loss.backward()
-            with zk.gather(model.parameters()), torch.no_grad():
-                if is_alone and dist.get_rank() == 0:
-                    model.blocks[1](torch.ones(2, 3, WIDTH), "")
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        found.append(losses)
-    return found
-
-
-def test_all_ranks_ask_for_the_same_unit_after_one_of_them_has_used_another_one_that_is_held() -> None:
-    for want, got in of_two_ranks(looking)[0]:
-        assert got == want
-
-
-class Heard(zk.Addon):
-    """Notes what ranks exchange, and if that is in backward."""
-
-    def __init__(self) -> None:
-        self.words: list[tuple[str, str, bool]] = []
-
-    def comm(self, comm: Any) -> Any:
-        named = comm.named
-        comm.named = lambda *about: self.words.append((*about, torch._C._current_graph_task_id() != -1)) or named(*about)  # type: ignore[func-returns-value]
-        return comm
+@pytest.mark.parametrize("world", JOBS)
+def test_ranks_that_differ_train_as_plain_torch(world: int) -> None:
+    table = run_world(world, call, JOBS[world], timeout=40)
+    assert [(job, said) for job, said in zip(JOBS[world], table, strict=True) if any(said)] == []
 
 
 def noting(stage: int) -> list[tuple[str, str, bool]]:
-    """What ranks exchange in the fourth step."""
-    heard, model = Heard(), Branches()
-    optimizer = wrap(model, stage=stage, addons=[heard])
-    for _ in range(4):
-        heard.words.clear()
-        descend(optimizer, model(batch(dist.get_rank()), frozenset()))
-    return heard.words.copy()
+    """What ranks exchange in the fourth step, and if that is in backward."""
+    model, words, named = Branches(), list[tuple[str, str, bool]](), Comm.named
+
+    def noted(comm: Comm, *about: str) -> Any:
+        words.append((*about, in_backward()))
+        return named(comm, *about)
+
+    with mock.patch.object(Comm, "named", noted):
+        optimizer = wrap(model, stage=stage)
+        for _ in range(4):
+            words.clear()
+            descend(optimizer, model(batch(dist.get_rank()), frozenset()))
+    return words
 
 
 def test_quick_units_are_reduced_while_backward_goes_on_and_ranks_meet_four_times_a_step() -> None:
-    for stage, table in zip((2, 3), of_two_ranks(noting), strict=True):
+    for stage, table in zip((2, 3), run_world(2, noting, (2, 3), timeout=60), strict=True):
         for words in table:
-            events = [(operation, about) for operation, about, in_backward in words if in_backward]
+            events = [(operation, about) for operation, about, is_in_backward in words if is_in_backward]
             reduced = [about for operation, about in events if operation == "reduce_scatter"]
             assert reduced == ["blocks.3", "blocks.2", "blocks.1", "blocks.0", "model"], (stage, words)
             assert [about for operation, about, _ in words if operation == "exchange of numbers"] == ["reductions", "gradients", "reductions", "norm"]
             # a block is reduced before those that are far ahead are gathered
             assert stage < 3 or events.index(("reduce_scatter", "blocks.3")) < events.index(("all_gather", "blocks.1")), events
-
-
-CASES: dict[Any, list[Any]] = {error_of: list(ERRORS), dropping: [0, 1, 2], looking: [3], noting: [2, 3]}
-
-
-@functools.cache
-def all_of_two_ranks() -> dict[Any, list[list[Any]]]:
-    rows = iter(run_world(2, call, [(function, case) for function, cases in CASES.items() for case in cases], timeout=60))
-    return {function: list(itertools.islice(rows, len(cases))) for function, cases in CASES.items()}
-
-
-def of_two_ranks(function: Any) -> list[list[Any]]:
-    """What each rank says in a function's cases; one world runs those of all functions."""
-    return all_of_two_ranks()[function]
 
 
 # ---- ranks that are gone, or go another way ---------------------------------------------------------------------------------------------

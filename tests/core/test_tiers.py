@@ -6,7 +6,6 @@ import copy
 import gc
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,6 @@ def late(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Transfers take their time, each another one, into memory that holds no value until then."""
     read, faults.is_late = File.read_async, True
     monkeypatch.setattr(File, "read_async", lambda self, tensor, offset=0: read(self, tensor.fill_(255), offset))
-
-
-@pytest.fixture
-def small() -> Iterator[None]:
-    with small_chunks():
-        yield
 
 
 class Blocks(nn.Module):
@@ -68,10 +61,8 @@ def step(model: nn.Module, optimizer: zk.ZeroOptimizer, seed: int = 0, micro_bat
     return loss.item()
 
 
-def drive_of(optimizer: zk.ZeroOptimizer) -> Drive:
-    drive = optimizer._layout.tiers["nvme"]
-    assert isinstance(drive, Drive)
-    return drive
+def drive_of(optimizer: Any) -> Drive:
+    return optimizer._layout.tiers["nvme"]  # type: ignore[no-any-return]
 
 
 def moved(drive: Drive, model: nn.Module, optimizer: zk.ZeroOptimizer, **options: int) -> tuple[float, float]:
@@ -100,7 +91,8 @@ def test_without_a_budget_all_is_read_and_written_once_in_each_use(tmp_path: Pat
     optimizer.close()
 
 
-def test_the_drive_reads_ahead(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@small_chunks()
+def test_the_drive_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Blocks()
     optimizer = held(model, tmp_path)
     step(model, optimizer)
@@ -137,7 +129,8 @@ def test_a_read_ahead_does_not_reach_what_comes_after_it(late: None, tmp_path: P
     drive.close()
 
 
-def test_what_fits_stays_and_is_never_written(small: None, tmp_path: Path) -> None:
+@small_chunks()
+def test_what_fits_stays_and_is_never_written(tmp_path: Path) -> None:
     losses, moves = [], []
     every: list[tuple[Any, Any]] = [(None, ({"nvme"}, {"nvme"})), (450_000, ({"host"}, {"host", "nvme"})), ("1GiB", ({"host"}, {"host"}))]
     for budget, wanted in every:
@@ -191,7 +184,8 @@ def walk(seed: int, tier: str, path: Path, **options: Any) -> list[float]:
     return out
 
 
-def test_any_order_of_what_a_user_does_gives_the_same_bits(late: None, small: None, tmp_path: Path) -> None:
+@small_chunks()
+def test_any_order_of_what_a_user_does_gives_the_same_bits(late: None, tmp_path: Path) -> None:
     """Also of those that a budget keeps, and over two folders; overlapped."""
     seed = 2
     want, folders = walk(seed, "host", tmp_path), [tmp_path / "a", tmp_path / "b"]
@@ -201,21 +195,12 @@ def test_any_order_of_what_a_user_does_gives_the_same_bits(late: None, small: No
     assert [os.listdir(folder) for folder in folders] == [[], []]
 
 
-# ---- a drive that fails ----------------------------------------------------------------------------------------------------------------------
-
-
 # ---- memory -------------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def trimmed() -> Iterator[None]:
+def test_memory_is_used_again_once_its_last_view_is_gone() -> None:
     gc.collect()
     memory.trim()
-    yield
-    memory.trim()
-
-
-def test_memory_is_used_again_once_its_last_view_is_gone(trimmed: None) -> None:
     first = memory.empty(50_000, torch.float32, CPU)
     view, address = first[10:20], first.data_ptr()
     assert address % 4096 == 0
