@@ -86,8 +86,7 @@ def test_any_order_of_what_a_user_does_gives_the_same_bits(tmp_path: Path) -> No
 
 def test_what_follows_an_upload_runs_beside_compute() -> None:
     link, near = link_to(DEVICE), torch.zeros(8, device=DEVICE)
-    link.upload(near, torch.full((8,), 3.0))
-    arrival = link.beside(near, lambda values: values + 1)
+    arrival = link.beside(near, lambda values: values + 1, link.upload(near, torch.full((8,), 3.0)))
     torch.ones(8, device=DEVICE)
     assert not link.mark().done  # nobody has waited for compute, nor compute for the copy
     assert arrival.wait().tolist() == [4.0] * 8
@@ -103,7 +102,9 @@ def test_a_value_made_beside_compute_is_freed_after_what_compute_does_with_it() 
 
 def test_what_is_read_beside_compute_is_not_used_again_before() -> None:
     for _ in range(3):
-        arrival = link_to(DEVICE).beside(torch.ones(1 << 16, device=DEVICE), lambda values: values + 1)
+        values, link = torch.ones(1 << 16, device=DEVICE), link_to(DEVICE)
+        arrival = link.beside(values, lambda values: values + 1, link.mark())
+        del values
         torch.full((1 << 16,), 7.0, device=DEVICE)  # the next memory of compute
         assert arrival.wait().eq(2).all()
 
@@ -210,7 +211,7 @@ def test_a_model_in_host_memory_moves_with_its_buffers_and_trains_the_same_bits(
     assert all(map(torch.equal, net.state_dict().values(), other.state_dict().values()))
 
 
-def test_no_more_than_a_unit_is_whole_on_the_device_while_a_model_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_a_unit_is_whole_on_the_device_while_a_model_moves_and_after_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "BEHIND_NBYTES", 0)  # of copies to the host, which end late here
     net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16)))
     nbytes = sum(param.nbytes for param in net.parameters())
@@ -219,6 +220,9 @@ def test_no_more_than_a_unit_is_whole_on_the_device_while_a_model_moves(monkeypa
     before = torch.cuda.memory_allocated()
     optimizer = wrap(net, device="cuda", stage=3, units=[nn.Linear], **HOST)
     assert torch.cuda.max_memory_allocated() - before < nbytes / 4
+    with torch.no_grad():
+        net(torch.ones(1, 256, device="cuda"))
+    assert torch.cuda.memory_allocated() - before < nbytes / 4
     optimizer.close()
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from zk.logs import rank_log
 from zk.memory import empty, trim, zeros
@@ -107,12 +108,14 @@ class HostChunk(Chunk):
 
     def load(self, name: str, device: torch.device, then: Then) -> Arrival:
         target = torch.empty(self.numel, dtype=self.fields[name].dtype, device=device)
-        self.upload(target, name)
-        return self.link.beside(target, then)  # type: ignore[no-any-return]
+        event = self.upload(target, name)
+        return self.link.beside(target, then, event)  # type: ignore[no-any-return]
 
-    def upload(self, target: Tensor, name: str, part: slice = ALL) -> None:
+    def upload(self, target: Tensor, name: str, part: slice = ALL) -> Event:
         """Start to copy a part of a field to ``target`` on the device, after what moves it."""
-        self.note(self.link.upload(target, self.fields[name][part], self.moving(part)), part)
+        event = self.link.upload(target, self.fields[name][part], self.moving(part))
+        self.note(event, part)
+        return event  # type: ignore[no-any-return]
 
 
 class MirroredChunk(HostChunk):
@@ -133,7 +136,7 @@ class MirroredChunk(HostChunk):
             self.upload(self.near[part], "param", part)
 
     def load(self, name: str, device: torch.device, then: Then) -> Arrival:
-        return self.link.beside(self.near, then)  # type: ignore[no-any-return]
+        return self.link.beside(self.near, then, self.link.mark())  # type: ignore[no-any-return]
 
 
 def overlap(one: slice, other: slice, numel: int) -> bool:
@@ -203,8 +206,7 @@ class Arrival:
         """The value, for what this thread asks its device to compute next."""
         if self.event is not None:
             stream = self.event.link.follow(self.event)
-            parts = self.value if isinstance(self.value, tuple) else (self.value,)
-            for part in parts:  # made on the stream of uploads, it is freed in compute's order
+            for part in tree_leaves(self.value):  # freed in compute's order, not uploads'
                 if isinstance(part, Tensor):
                     part.record_stream(stream)
         return self.value
@@ -230,7 +232,7 @@ class CudaLink:
         self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.lock = threading.Lock()
         # copies with their host ends, by kind; offloads whose device ends compute has not followed
-        self.in_flight = {TO_DEVICE: deque[InFlight](), TO_HOST: deque[InFlight]()}
+        self.in_flight = {TO_DEVICE: deque[Any](), TO_HOST: deque[Any]()}
         self.behind, self.behind_nbytes = deque[tuple[Event, int]](), 0
         self.pinned, self.refuses = set[int](), False
 
@@ -249,12 +251,16 @@ class CudaLink:
         """Start to copy ``host`` to ``target`` (device), after that, ``after``, earlier uploads."""
         return self.copy(TO_DEVICE, target, host, [self.mark(), *after])
 
-    def beside(self, values: Tensor, then: Then) -> Arrival:
-        """Start ``then(values)`` on the device after earlier uploads; compute does not wait."""
-        self.up.wait_event(self.mark().event)
+    def beside(self, values: Tensor, then: Then, event: Event) -> Arrival:
+        """Start ``then(values)`` on the device after ``event``; compute does not wait.
+
+        The event moves to its end. Once compute follows it, nobody keeps what a copy has brought: the
+        host may run ahead through a whole model, and its units use the same memory.
+        """
+        self.up.wait_event(event.event)
         with torch.cuda.stream(self.up):
             value = then(values)
-            event = self.record(self.up)
+            event.event = self.record(self.up).event
         event.near = values
         return Arrival(value, event)
 
@@ -343,7 +349,6 @@ class CudaLink:
             self.pinned.discard(memory.data_ptr())
 
 
-InFlight = tuple[Event, Tensor]
 one_link = functools.cache(CudaLink)  # of a device, so that all who use it share its streams
 
 
