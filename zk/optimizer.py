@@ -299,7 +299,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         except BaseException as error:  # states are not used before others are loaded
             self._torn = self._runtime.broken = (
                 f"a step failed half-way ({type(error).__name__}: {error}), so states are of two "
-                "steps: load a checkpoint, or load_state_dict(), before training on"
+                "steps: load a checkpoint, or load_state_dict() of this optimizer, then of the model"
             )
             raise
 
@@ -348,9 +348,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """States in torch's own format, whole, with fp32 "master"s. Call it on all ranks."""
-        self._settle()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        self._settle()
         states = states_of(self)
         for after in self._optimizer_state_dict_post_hooks.values():
             states = after(self, states) or states
@@ -360,8 +360,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take states of its own or of the user's optimizer.
 
-        A step that failed half-way is forgotten once masters are loaded. ValueError for states that
-        are of other parameters, before anything is changed.
+        A step that failed half-way is forgotten: load the model's parameters too, after it, as
+        those in fp32 are not among states. ValueError for states of other parameters, before anything
+        is changed.
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
@@ -400,6 +401,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if self._runtime not in RUNTIMES:
             return
+        is_held = gather and +self._runtime.held
+        require(not is_held, "close() within zk.gather(): call it after that", RuntimeError)
         with contextlib.ExitStack() as stack:
             for closed in (*self._seams.closed, *(t.close for t in self._layout.tiers.values())):
                 stack.callback(closed)

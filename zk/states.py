@@ -36,7 +36,7 @@ def states_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
         begun = [index for index, count in enumerate(store.steps) if count]
         for index in begun:
             numbers = store.rule.numbers(store.groups[index], store.steps[index])
-            values = {kind: store.read(kind, index) for kind in kept}
+            values = {kind: store.whole(kind, index) for kind in kept}
             states[order[store.unit.params[index]]] = copy.deepcopy(numbers) | values
     groups = [
         group | {"params": [order[param] for param in group["params"]]}

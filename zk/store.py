@@ -290,10 +290,10 @@ class UnitStore:
         states.close(changed)
         self.param.close(changed, bound)
 
-    def within(self, number: int) -> Iterator[tuple[int, slice, slice]]:
+    def within(self, number: int, *indices: int) -> Iterator[tuple[int, slice, slice]]:
         """Parameters with elements in chunk ``number``, as ``Unit.within`` yields them."""
         bound = self.bounds[number]
-        return self.unit.within(self.start + bound.start, self.start + bound.stop)
+        return self.unit.within(self.start + bound.start, self.start + bound.stop, *indices)
 
     def runs(self, number: int) -> list[tuple[slice, int]]:
         """Neighbours that are updated alike: their elements in chunk ``number``, and the first one.
@@ -361,9 +361,9 @@ class UnitStore:
 
     def parts(self, index: int) -> Iterator[tuple[int, slice, slice]]:
         """This rank's parts of a parameter: chunk, elements of the chunk, of the parameter."""
-        numbers = range(len(self.bounds))
-        found = ((number, *place) for number in numbers for place in self.within(number))
-        return ((number, here, there) for number, own, here, there in found if own == index)
+        for number in range(len(self.bounds)):
+            for _, here, there in self.within(number, index):
+                yield number, here, there
 
     @torch.no_grad()
     def write(self, kind: str, index: int, value: Tensor) -> None:

@@ -71,14 +71,15 @@ class Unit:
                 "before, or use dtype= and device= of ZeroOptimizer"
             )
 
-    def within(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
-        """Parameters with elements in the buffer's [start, stop).
+    def within(self, start: int, stop: int, *numbers: int) -> Iterator[tuple[int, slice, slice]]:
+        """Parameters with elements in the buffer's [start, stop); of these ``numbers``, or of all.
 
         Yields:
             the parameter's number, its elements from ``start`` on, and the same within the parameter.
         """
-        for index, (first, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
-            low, high = max(first, start), min(first + size, stop)
+        for index in numbers or range(len(self.sizes)):
+            first = self.offsets[index]
+            low, high = max(first, start), min(first + self.sizes[index], stop)
             if low < high:
                 yield index, slice(low - start, high - start), slice(low - first, high - first)
 
