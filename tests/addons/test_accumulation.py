@@ -19,6 +19,7 @@ from tests.addons.common import faults_of_ranks, same
 from tests.addons.test_experts import mixture
 from tests.models import DEVICE, GPT, batch, loss_of, small_chunks
 from tests.parity import Case, drive, states_of
+from tests.world import call
 
 
 class Dropped(nn.Module):
@@ -88,6 +89,14 @@ def two_calls(model: nn.Module, x: Tensor) -> Tensor:
 def in_autocast(model: nn.Module, x: Tensor) -> Tensor:
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         return squares(model, x)
+
+
+def of_its_own(model: Any, x: Tensor) -> Tensor:
+    return squares(model.blocks[dist.get_rank()], x)
+
+
+def of_fewer(model: Any, x: Tensor) -> Tensor:
+    return squares(nn.Sequential(model.first, *model.blocks[: 1 - dist.get_rank()]), x)
 
 
 def trained(
@@ -180,10 +189,20 @@ def of_rank(case: tuple[str, int]) -> str:
     return "" if same(got, want) else f"{got[0]} instead of {want[0]}"
 
 
-def test_ranks_train_what_the_usual_loop_trains() -> None:
+def other_blocks(loss: Any) -> None:
+    model = Dropped()
+    optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters()), stage=2)
+    with pytest.raises(ValueError, match=r"through blocks must be the same.*blocks\.\d on rank 0 and (no block|blocks\.\d) on rank 1"):
+        optimizer.accumulate([torch.ones(2, 8, device=DEVICE)] * 2, loss)
+    optimizer.close()
+
+
+def test_ranks_train_what_the_usual_loop_trains_and_refuse_to_call_other_blocks() -> None:
     cases = [*((f"stage {stage}", stage) for stage in range(3)), ("in two parts", 2)]
     cases += [(way, 3) for way in ("dropout", "in two parts", "checkpointed", "sometimes", "nvme", "one", "experts")]
-    assert faults_of_ranks(2, of_rank, cases) == {}
+    jobs: list[Any] = [(of_rank, case) for case in cases]
+    jobs += [(other_blocks, loss) for loss in (of_its_own, of_fewer)]
+    assert faults_of_ranks(2, call, jobs) == {}
 
 
 def test_a_step_moves_each_unit_as_often_however_many_micro_batches() -> None:

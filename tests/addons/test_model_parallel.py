@@ -211,7 +211,7 @@ def checkpoints(case: tuple[str, str]) -> None:
 def refusals(_: None) -> None:
     tp = mesh()["tp"].get_group()
     for options, words in (
-        ({"model_parallel_group": None}, r"need each other \(\[\]: none is replicated\)"),
+        ({"model_parallel_group": None}, r"need each other \(\[\] for none\)"),
         ({"replicated_params": None}, r"need each other"),
         ({"model_parallel_group": mesh()["tp"]}, r"must be a ProcessGroup.*mesh\.get_group\(\).*got DeviceMesh"),
         ({"replicated_params": ["bias", "nrm.weight"]}, "is, or ends with, 'nrm.weight'"),

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from zk.addons.compared import agree
 from zk.logs import require
 from zk.nn.activations import offload_activations
 from zk.optimizer import ZeroOptimizer
@@ -117,15 +118,15 @@ class Accumulation:
         self.generators = [torch.default_generator, *torch.cuda.default_generators]
         self.keeping = offload_activations(model) if is_host else contextlib.nullcontext()
         self.lanes, self.losses = list[Lane](), list[Tensor]()
-        stores, modules = self.runtime.stores, [*model.modules()]
+        stores = self.runtime.stores
         used = {store.unit.module for store in stores} - {model}
         within = {part for one in used for part in one.modules() if part is not one}
         used -= within
         self.names = {m: name for name, m in model.named_modules() if m in used}
         parts = {block: {*block.modules()} for block in self.names}
         self.stores = {b: [s for s in stores if s.unit.module in parts[b]] for b in parts}
-        owners = [r for r in RUNTIMES if not {*r.model.modules()}.isdisjoint(modules)]
-        refuse(len(owners) > 1, "two ZeroOptimizers train the model")
+        owners = [r for r in RUNTIMES if not {*r.model.modules()}.isdisjoint(model.modules())]
+        refuse(owners[1:], "two ZeroOptimizers train the model")
 
     @torch.no_grad()
     def run(self, batches: list[Any]) -> list[Tensor]:
@@ -159,16 +160,15 @@ class Accumulation:
                 self.switch(self.lanes[-1])
             self.pass_blocks(syncs)
             if syncs:
-                self.reduce(runtime.stores)
+                self.reduce(runtime.stores, "no block")
         return self.losses
 
     def pass_blocks(self, syncs: bool) -> None:
         """Let all lanes pass a block, and then the next: in forward, and the other way in backward."""
         blocks, order = [*self.names], list[nn.Module]()
         while ways := {self.names.get(lane.block) for lane in self.lanes} - {None}:
-            block, is_back = self.lanes[0].block, self.lanes[0].is_back
-            is_one = all((lane.block, lane.is_back) == (block, is_back) for lane in self.lanes)
-            refuse(not is_one, f"micro-batches take different ways, to blocks {ways}")
+            (block, is_back), *others = {(lane.block, lane.is_back) for lane in self.lanes}
+            refuse(others, f"micro-batches take different ways, to blocks {ways}")
             if is_back:
                 refuse(block not in order, f"a checkpoint is around {self.names[block]!r} and more")
                 while order.pop() is not block:
@@ -185,7 +185,7 @@ class Accumulation:
                 self.runtime.release(store)
             self.compare_attributes()
             if syncs and is_back:
-                self.reduce(self.stores[block])
+                self.reduce(self.stores[block], self.names[block])
 
     def compare_attributes(self) -> None:
         """Refuse what forward has set in modules, but for flags: other lanes see it."""
@@ -263,8 +263,9 @@ class Accumulation:
         for generator, state in zip(self.generators, states, strict=True):
             generator.set_state(state)
 
-    def reduce(self, stores: list[UnitStore]) -> None:
+    def reduce(self, stores: list[UnitStore], name: str) -> None:
         """Reduce what any rank has of these units; all learn what has a gradient."""
+        agree(self.reducer.comm, "the way of accumulate() through blocks", {"the next one": name})
         reducer, waiting = self.reducer, self.reducer.waiting
         reducer.waiting = {store: 0 for store in stores if store in waiting}
         reducer.finish(in_order=False)

@@ -27,11 +27,9 @@ class Compared(Addon):
             options = group | {"params": len(group["params"]), "name": ""}
             values |= {f"param_groups[{number}][{key!r}]": value for key, value in options.items()}
         for name, param in model.named_parameters():
-            strides = f", strides {param.stride()}" * (not param.is_contiguous())
+            steps = f", strides {param.stride()}" * (not param.is_contiguous())
             frozen = ", frozen" * (not param.requires_grad)
-            values[f"parameter {name!r}"] = (
-                f"{tuple(param.shape)} of {param.dtype}{strides}{frozen}"
-            )
+            values[f"parameter {name!r}"] = f"{tuple(param.shape)} of {param.dtype}{steps}{frozen}"
         self.values = {name: str(readable(value)) for name, value in values.items()}
 
     def comm(self, comm: Any) -> Any:

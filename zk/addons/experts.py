@@ -52,12 +52,7 @@ class Experts(Addon):
         self.is_shared = self.ranks.size > 1 and runtime.partitions
         runtime.use = self.use
         if self.is_shared:
-
-            def end_of_backward() -> None:
-                self.free()
-                end()
-
-            runtime.end_of_backward = end_of_backward
+            runtime.end_of_backward = lambda: (self.free(), end())
             for block in self.around:
                 runtime.handles[None] += hooks_around(block, self.enter, self.leave)
 
@@ -91,7 +86,7 @@ class Experts(Addon):
         del self.runtime.gathered[store]
         self.open.append(store)
 
-    def free(self) -> None:
+    def free(self) -> Any:
         """Release the experts that ranks have gathered."""
         for store in self.open:
             self.runtime.gathered[store] = None

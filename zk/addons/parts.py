@@ -42,9 +42,7 @@ class Parts(Addon):
         self.model, self.inners = model, optimizers
         self.options = config.clip_grad_norm, config.loss_scale
         self.group, ends = map(config.options.get, ("model_parallel_group", "replicated_params"))
-        words = (
-            "model_parallel_group= and replicated_params= need each other ([]: none is replicated)"
-        )
+        words = "model_parallel_group= and replicated_params= need each other ([] for none)"
         require((self.group is None) == (ends is None), words)
         if self.group is not None:
             PARSERS["process_group"](self.group, "model_parallel_group")

@@ -29,8 +29,8 @@ class Quantized(Addon):
         for path, module in model.named_modules():
             for key, param in module.named_parameters(recurse=False):
                 kind, state = type(param).__name__, getattr(param, "quant_state", None)
-                is_right = state and param.dtype == torch.uint8
-                is_right = is_right and not getattr(state, "packing_format_for_cpu", False)
+                is_packed = getattr(state, "packing_format_for_cpu", False)
+                is_right = state and param.dtype == torch.uint8 and not is_packed
                 require(
                     is_right or kind not in ("Params4bit", "Int8Params"),
                     f"parameter '{path}.{key}' is a {kind} of {param.dtype}; zk takes 4-bit codes of "
