@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import random
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,30 +17,26 @@ from zk.offload import file
 from zk.offload.file import ALIGN, File, Request
 
 
-class LateQueue:
+class LateQueue(queue.Queue[Any]):
     """Gives any of the jobs that wait, and not at once."""
 
-    def __init__(self, seed: int) -> None:
-        self.jobs: list[Any] = []
-        self.condition, self.random = threading.Condition(), random.Random(seed)
+    random = random.Random(0)
 
-    def put(self, job: Any) -> None:
-        with self.condition:
-            self.jobs.append(job)
-            self.condition.notify()
+    def _get(self) -> Any:
+        moves = [number for number, job in enumerate(self.queue) if job is not None]
+        number = self.random.choice(moves or [0])  # the end comes last
+        job = self.queue[number]
+        del self.queue[number]
+        return job
 
-    def get(self) -> Any:
-        with self.condition:
-            while not self.jobs:
-                self.condition.wait()
-            moves = [number for number, job in enumerate(self.jobs) if job is not None]
-            job = self.jobs.pop(self.random.choice(moves or [0]))  # the end comes last
+    def get(self, *given: Any, **how: Any) -> Any:
+        job = super().get(*given, **how)
         time.sleep(self.random.choice((0, 0, 0.001)))
         return job
 
 
 @contextlib.contextmanager
-def adversarial_drive(seed: int = 0) -> Iterator[None]:
+def adversarial_drive() -> Iterator[None]:
     """Files opened inside use it."""
     read_async = File.read_async
 
@@ -49,7 +45,7 @@ def adversarial_drive(seed: int = 0) -> Iterator[None]:
         return read_async(self, tensor, offset)
 
     with (
-        mock.patch.object(file.queue, "SimpleQueue", lambda: LateQueue(seed)),
+        mock.patch.object(file.queue, "SimpleQueue", LateQueue),
         mock.patch.object(file, "BLOCK_NBYTES", 8 * ALIGN),
         mock.patch.object(File, "read_async", poisoned),
     ):

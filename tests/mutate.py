@@ -15,20 +15,19 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import os
 import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-import types
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -109,79 +108,41 @@ def broken(file: str, number: int, seed: int) -> list[Mutant]:
     return sorted(random.Random(seed).sample(every, min(number, len(every))), key=lambda mutant: mutant.line)
 
 
-class Run:
-    """Tests of one mutant, or of the project as it is, in a process of its own. ``said()`` is None while it runs."""
-
-    def __init__(self, mutant: Mutant | None, tests: list[str], on_device: bool, limit_s: float) -> None:
-        self.mutant, self.limit_s, self.began = mutant, limit_s, time.monotonic()
-        self.folder = tempfile.TemporaryDirectory(prefix="zk-mutant-")
-        self.root = Path(self.folder.name) / "project"
-        shutil.copytree(ROOT, self.root, ignore=lambda folder, names: {".git", ".venv", "runs", "site"} & set(names) if folder == str(ROOT) else ())
+def failure(mutant: Mutant | None, tests: list[str], on_device: bool, limit_s: float) -> str:
+    """Run the tests of a mutant, or of the project as it is, in a copy of the project: what ended them, if anything did."""
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "--no-header", "--tb=no", *["-p", "tests.softgpu.plugin"] * on_device]
+    with tempfile.TemporaryDirectory(prefix="zk-mutant-") as folder, tempfile.TemporaryFile("w+", errors="replace") as output:
+        root = Path(folder) / "project"
+        shutil.copytree(ROOT, root, ignore=lambda folder, names: {".git", ".venv", "runs", "site"} & set(names) if folder == str(ROOT) else ())
         if mutant:
-            (self.root / mutant.file).write_text(mutant.text)
-        self.pid = os.fork()
-        if not self.pid:
-            try:
-                self._child([*tests, *["-p", "tests.softgpu.plugin"] * on_device])
-            finally:
-                os._exit(70)
-
-    def _child(self, arguments: list[str]) -> None:
-        os.setsid()  # with the ranks that tests start
-        os.chdir(self.root)
-        output = os.open("output", os.O_CREAT | os.O_RDWR)
-        for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), output, output)):
-            os.dup2(file, number)
-        sys.path[:] = [str(self.root), *(path for path in sys.path[1:] if path != str(ROOT))]
-        os.environ["PYTHONPATH"] = str(self.root)
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("zk", "tests")]:
-            del sys.modules[name]
-        sys.modules["__main__"] = types.ModuleType("__main__")  # else each rank would import this file
-        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "--no-header", "--tb=no", *arguments])
-        sys.stdout.flush()
-        os._exit(code)
-
-    def said(self) -> str | None:
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        late = time.monotonic() > self.began + self.limit_s
-        if not pid and not late:
-            return None
+            (root / mutant.file).write_text(mutant.text)
+        command, environment = [sys.executable, "-m", "pytest", *options, *tests], {**os.environ, "PYTHONPATH": str(root)}
+        process = subprocess.Popen(command, cwd=root, env=environment, stdout=output, stderr=output, start_new_session=True)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(limit_s)
+        status = process.poll()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # it, and ranks that it left
-        if not pid:
-            os.waitpid(self.pid, 0)
-        text = (self.root / "output").read_text(errors="replace").splitlines()
-        self.folder.cleanup()
-        failed = next((line for line in text if line.startswith(("FAILED", "ERROR", "Fatal"))), text[-1] if text else "crashed")
-        return "hangs" if not pid else failed if status else ""
-
-
-def outcomes(mutants: list[Mutant | None], tests: list[str], on_device: bool, limit_s: float) -> Iterator[tuple[Run, str]]:
-    """Run the tests of each, two at once: what has ended, and the failure that ended it."""
-    running, waiting = list[Run](), [*mutants]
-    while running or waiting:
-        while waiting and len(running) < 2:
-            running.append(Run(waiting.pop(0), tests, on_device, limit_s))
-        time.sleep(0.05)
-        for one in list(running):
-            if (said := one.said()) is not None:
-                running.remove(one)
-                yield one, said
+            os.killpg(process.pid, signal.SIGKILL)  # it, and ranks that it left
+        process.wait()
+        output.seek(0)
+        text = output.read().splitlines()
+    failed = next((line for line in text if line.startswith(("FAILED", "ERROR", "Fatal"))), text[-1] if text else "crashed")
+    return "hangs" if status is None else failed if status else ""
 
 
 def survivors_of(mutants: list[Mutant], device_tests: list[str], host_tests: list[str]) -> list[Mutant]:
-    """Print what becomes of each mutant of a file; returns those that no test notices."""
-    left: list[Any] = mutants
-    places = (device_tests, True), (host_tests, False)
-    for tests, on_device in [place for place in places if place[0]]:
-        ((sound, said),) = outcomes([None], tests, on_device, 3600.0)
-        if said:
+    """Print what becomes of each mutant of a file, two at once; returns those that no test notices."""
+    left = mutants
+    for tests, on_device in [place for place in ((device_tests, True), (host_tests, False)) if place[0]]:
+        began = time.monotonic()
+        if said := failure(None, tests, on_device, 3600.0):
             sys.exit(f"nothing is broken, and a test fails already: {said}")
-        took, survivors = time.monotonic() - sound.began, []
-        for one, said in outcomes(left, tests, on_device, 60 + 3 * took):
-            survivors += [] if said else [one.mutant]
-            print(f"{one.mutant}\n    {said or 'not noticed here'}", flush=True)
-        left = survivors
+        found = functools.partial(failure, tests=tests, on_device=on_device, limit_s=60 + 3 * (time.monotonic() - began))
+        tried, left = left, []
+        with ThreadPoolExecutor(2) as pool:
+            for mutant, said in zip(tried, pool.map(found, tried), strict=True):
+                left += [] if said else [mutant]
+                print(f"{mutant}\n    {said or 'not noticed here'}", flush=True)
     return left
 
 
@@ -196,8 +157,6 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name the mutants, and try none")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TRITON_INTERPRET": "1"}
-    for name in ("hypothesis", "numba", "torch.testing"):
-        __import__(name)  # what every mutant needs, and none changes
     survivors, total = list[Mutant](), 0
     for file in [options.file] if options.file else TESTS:
         mutants = broken(file, options.number, options.seed) if options.file else without_waits(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,30 +45,18 @@ def train_plain(
     params = list(model.parameters())
     optimizer = make_optimizer(masters)
     losses = []
-
-    def apply(totals: list[Tensor | None]) -> None:
-        for master, total in zip(masters, totals, strict=True):
-            master.grad = total
-        optimizer.step()
-        with torch.no_grad():
-            for param, master in zip(params, masters, strict=True):
-                param.copy_(master.to(dtype))
-
     for step in range(steps):
-        grads: dict[int, list[list[Tensor | None]]] = {}  # parameter -> [rank][micro-batch]
+        grads: list[Any] = [[[None] * accumulation for _ in range(world)] for _ in params]  # [parameter][rank][micro-batch]
         for rank in range(world):
             for micro in range(accumulation):
                 loss = forward(model, batch(1000 * step + 10 * micro + rank), step)
                 if rank == 0:
                     losses.append(loss.item())
                 (loss * loss_scale).backward()
-                for i, param in enumerate(params):
-                    grad = param.grad
-                    grads.setdefault(i, [[None] * accumulation for _ in range(world)])[rank][micro] = grad
-                    param.grad = None
+                for param, by_rank in zip(params, grads, strict=True):
+                    by_rank[rank][micro], param.grad = param.grad, None
         totals: list[Tensor | None] = []
-        for i, param in enumerate(params):
-            by_rank = grads[i]
+        for param, by_rank in zip(params, grads, strict=True):
             if all(grad is None for row in by_rank for grad in row):
                 totals.append(None)
                 continue
@@ -82,6 +71,10 @@ def train_plain(
         if clip is not None:
             norm = math.sqrt(sum(total.double().square().sum().item() for total in totals if total is not None)) / loss_scale
             scale = min(1.0, clip / (norm + 1e-6)) / loss_scale
-        totals = [total if total is None or scale == 1 else total * scale for total in totals]
-        apply(totals)
+        for master, total in zip(masters, totals, strict=True):
+            master.grad = total if total is None or scale == 1 else total * scale
+        optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(params, masters, strict=True):
+                param.copy_(master.to(dtype))
     return losses, model, [master.detach() for master in masters], optimizer

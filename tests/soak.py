@@ -82,7 +82,7 @@ def one_life(folder: Path, setting: str, beside: bool, wanted: int, delay_s: flo
     return [line.split() for line in lines if line.endswith("\n") and not line.startswith("made")]
 
 
-def soak(kills: int, seed: int, settings: Sequence[str], folder: Path, say: bool = False, ranks: int = 1) -> int:
+def soak(kills: int, seed: int, settings: Sequence[str], folder: Path, ranks: int = 1) -> int:
     """Kill ``kills`` times; AssertionError at the first difference. Returns the steps that were saved."""
     from tests.core.test_checkpoint import make
 
@@ -101,8 +101,7 @@ def soak(kills: int, seed: int, settings: Sequence[str], folder: Path, say: bool
             else:
                 known += [stepped(*unbroken, number) for number in range(len(known), step + 1)]
                 assert more == known[step], f"life {kill} ({setting}): step {step} has loss and state {more}; the unbroken run has {known[step]}"
-        if say:
-            print(f"{kill + 1:3} of {kills}: {setting:18} {'beside' * beside:6} saved {saved:4}, rank {victim} killed, same", flush=True)
+        print(f"{kill + 1:3} of {kills}: {setting:18} {'beside' * beside:6} saved {saved:4}, rank {victim} killed, same", flush=True)
     return saved
 
 
@@ -123,7 +122,7 @@ def main() -> None:
         live(options.live, options.settings[0], options.beside)
         return
     with tempfile.TemporaryDirectory() as folder:
-        saved = soak(options.kills, options.seed, options.settings, Path(folder), say=True, ranks=options.ranks)
+        saved = soak(options.kills, options.seed, options.settings, Path(folder), ranks=options.ranks)
     print(f"killed {options.kills} times, {saved} steps saved, every loss, parameter and moment as in the unbroken run")
 
 

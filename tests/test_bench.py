@@ -36,5 +36,3 @@ def test_each_benchmark_runs_once_and_the_report_has_a_row_of_it(tmp_path: Path)
         assert "| zk_4_tiles (reference) |" in text and "| zk_file |" in text
     report.plot(rows, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").stat().st_size > 10_000
-
-

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zk
 from tests.cpu_adam import MOMENTS, CPUAdam
-from tests.world import call, run_world
+from tests.models import GPT, batch, loss_of
+from tests.parity import place, trained
+from tests.world import run_world
 from zk.kernels import codec, eight_bit
 
-PLACES = (("device", "device"), ("device", "nvme"), ("host", "host"), ("nvme", "nvme"))
+SAVED = "3 host"  # what saves, and trains
 
 
 def test_codes_give_themselves_again_and_values_the_nearest_code() -> None:
@@ -70,87 +70,30 @@ def test_nothing_stands_still_under_small_gradients_and_rates() -> None:
         assert (got / want - 1).abs().mean() < spread and bool((got < 0).all())
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(37, 37) for _ in range(2))
-        self.norm = nn.LayerNorm(37)
+def ends(case: tuple[str | None, str, Path, int]) -> list[Tensor]:
+    """Of four steps, with a checkpoint between them; or of the last two, from that. Ranks have the same batch: gradients do not depend on them."""
+    dtype, where, path, steps = case
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return self.norm(x)
+    def program(model: GPT, optimizer: zk.ZeroOptimizer, step: int) -> None:
+        if steps == 2 and step == 0:
+            optimizer.load_checkpoint(path / f"saved-{dtype}")
+        if where == SAVED and step == 2:
+            optimizer.save_checkpoint(path / f"saved-{dtype}")
+        optimizer.backward(loss_of(model, batch(optimizer.num_steps)))
 
-
-def made(dtype: str | None, stage: int, place: tuple[str, str], folder: str, **options: object) -> zk.ZeroOptimizer:
-    torch.manual_seed(0)
-    model = Net()
-    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    where: dict[str, object] = {"param_tier": place[0] if stage == 3 else "device", "optimizer_tier": place[1]}
-    where |= {"nvme_path": folder} if "nvme" in where.values() else {}
-    options = {"keep_dtype": [nn.LayerNorm], "dtype": dtype, "state_dtype": "8bit"} | options if dtype else {"state_dtype": "8bit"} | options
-    return zk.ZeroOptimizer(model, inner, stage=stage, **where, **options)  # type: ignore[arg-type]
-
-
-def steps(optimizer: zk.ZeroOptimizer, numbers: range) -> None:
-    """The same batch on all ranks, so that gradients do not depend on their number."""
-    for number in numbers:
-        x = torch.randn(8, 37, generator=torch.Generator().manual_seed(number))
-        optimizer.model(x.to(optimizer.model.layers[0].weight.dtype)).float().sub(x.roll(1, 0)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def bits(optimizer: zk.ZeroOptimizer) -> dict[str, Tensor]:
-    """Parameters and states, by public names; on each rank."""
-    found = {f"param {name}": value.clone() for name, value in optimizer.consolidated_state_dict(rank0_only=False).items()}
-    for index, entry in optimizer.state_dict()["state"].items():
-        found |= {f"{index} {name}": torch.as_tensor(value).clone() for name, value in entry.items()}
-    return found
-
-
-def trained(case: tuple[str | None, int, tuple[str, str], str, dict[str, object]]) -> dict[str, Tensor]:
-    dtype, stage, place, folder, options = case
-    with made(dtype, stage, place, folder, **options) as optimizer:
-        steps(optimizer, range(4))
-        return bits(optimizer)
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
-
-
-def saved(case: tuple[str, str]) -> bool:
-    """Save after two steps, and go on; then load, as another optimizer, and go on."""
-    folder, source = case
-    with made("bf16", 3, ("host", "host"), "") as optimizer:
-        if not source:
-            steps(optimizer, range(2))
-            optimizer.save_checkpoint(folder)
-        else:
-            optimizer.load_checkpoint(source)
-        steps(optimizer, range(2, 4))
-        want = bits(optimizer)
-    with made("bf16", 1, ("device", "host"), "") as again:
-        again.load_checkpoint(source or folder)
-        steps(again, range(2, 4))
-        return same(bits(again), want) and (dist.is_initialized() or same(want, trained(("bf16", 0, PLACES[0], "", {}))))
+    kept = {"keep_dtype": [nn.LayerNorm]} if dtype else {}
+    return trained(program, steps, dtype=dtype, state_dtype="8bit", overlap_step=where == "3 host device", **kept, **place(where, path))
 
 
 def test_bits_are_the_same_on_every_tier_stage_and_number_of_ranks_and_after_a_checkpoint(tmp_path: Path) -> None:
-    folder = str(tmp_path / "saved")
-    want = {dtype: trained((dtype, 0, PLACES[0], "", {})) for dtype in ("bf16", None)}
-    assert all(any("exp_avg_sq" in name for name in found) for found in want.values())
-    cases: list[Any] = [("bf16", 1, PLACES[1], str(tmp_path), {}), (None, 3, PLACES[2], "", {})]
-    over_ranks: list[Any] = [(dtype, 3, PLACES[3], str(tmp_path), {}) for dtype in want]
-    over_ranks += [("bf16", 3, PLACES[2], "", {}), *((dtype, 3, ("device", "host"), "", {"overlap_step": True}) for dtype in want)]
-    for case in cases + over_ranks:
-        assert same(trained(case), want[case[0]]), case
-    assert saved((folder, ""))
-    *table, resumed = run_world(2, call, [*((trained, case) for case in over_ranks), (saved, ("", folder))])
-    for case, found in zip(over_ranks, table, strict=True):
-        assert all(same(each, want[case[0]]) for each in found), case
-    assert resumed == [True, True]
+    alone = [("bf16", "1 nvme", 4), (None, SAVED, 4), ("bf16", SAVED, 4), ("bf16", "1 host", 2)]
+    over_ranks = [(dtype, where, 4) for dtype in ("bf16", None) for where in ("3 nvme", "3 host device")]
+    over_ranks += [("bf16", "3 host", 2), (None, "1 host", 2)]
+    cases = [(dtype, where, tmp_path, steps) for dtype, where, steps in alone + over_ranks]
+    want = {dtype: ends((dtype, "0 device", tmp_path, 4)) for dtype in ("bf16", None)}
+    rows = [[ends(case)] for case in cases[: len(alone)]]
+    for case, found in zip(cases, rows + run_world(2, ends, cases[len(alone) :]), strict=True):
+        assert all(len(each) == len(want[case[0]]) and all(map(torch.equal, each, want[case[0]])) for each in found), case
 
 
 @pytest.mark.parametrize(
@@ -165,6 +108,6 @@ def test_bits_are_the_same_on_every_tier_stage_and_number_of_ranks_and_after_a_c
     ),
 )
 def test_what_cannot_be_held_is_refused_by_name(make: object, options: dict[str, object], match: str) -> None:
-    model = Net()
+    model = GPT()
     with pytest.raises(ValueError, match=match):
         zk.ZeroOptimizer(model, make(model.parameters()), state_dtype="8bit", **options)  # type: ignore[operator, arg-type]

@@ -113,11 +113,8 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("stage", (2, 3))
 def test_numbers_of_other_kinds_are_not_cast_and_buffers_have_all_their_names(stage: int, tmp_path: Path) -> None:
-    def made(start: int) -> tuple[Mixed, zk.ZeroOptimizer]:
-        model = Mixed(start)
-        return model, zk.ZeroOptimizer(model, torch.optim.AdamW(model.layer.parameters()), stage=stage)
-
-    (model, optimizer), (other, again) = made(250), made(0)
+    model, other = Mixed(250), Mixed(0)
+    optimizer, again = (zk.ZeroOptimizer(one, torch.optim.AdamW(one.layer.parameters()), stage=stage) for one in (model, other))
     model.norm(torch.randn(3, 4))
     optimizer.save_checkpoint(tmp_path / "saved")
     want = optimizer.consolidated_state_dict("bf16")

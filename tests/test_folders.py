@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import textwrap
 from pathlib import Path
 from unittest import mock
 
@@ -17,21 +16,19 @@ from zk.checkpoint import files
 from zk.checkpoint.export import export
 from zk.checkpoint.files import CheckpointError
 
-SAVES = textwrap.dedent(
-    """
-    import os, sys, time
-    from pathlib import Path
-    from tests.core.test_checkpoint import make, train
-    run = make("2-host", Path(sys.argv[1]))
-    train(*run, 0, 1)
-    run[1].save_checkpoint(sys.argv[1])
-    if not os.fork():
-        time.sleep(60)
-        os._exit(0)
-    print("saved", flush=True)
+SAVES = """
+import os, sys, time
+from pathlib import Path
+from tests.core.test_checkpoint import make, train
+run = make("2-host", Path(sys.argv[1]))
+train(*run, 0, 1)
+run[1].save_checkpoint(sys.argv[1])
+if not os.fork():
     time.sleep(60)
-    """
-)
+    os._exit(0)
+print("saved", flush=True)
+time.sleep(60)
+"""
 
 
 def test_a_second_run_is_refused_until_the_first_one_has_ended(tmp_path: Path) -> None:
@@ -111,22 +108,20 @@ def test_a_folder_that_cannot_be_locked_is_saved_into_with_a_warning(
     assert "cannot be locked" in caplog.text
 
 
-ENDS = textwrap.dedent(
-    """
-    import sys, threading
-    from pathlib import Path
-    from tests.core.test_checkpoint import make, mock, save, train
-    run, write = make("2-host", Path(sys.argv[1])), save.write_file
-    train(*run, 0, 1)
+ENDS = """
+import sys, threading
+from pathlib import Path
+from tests.core.test_checkpoint import make, mock, save, train
+run, write = make("2-host", Path(sys.argv[1])), save.write_file
+train(*run, 0, 1)
 
-    def slow(path, entries, values, metadata):
-        return write(path, entries, (threading.Event().wait(0.001) or value for value in values), metadata)
+def slow(path, entries, values, metadata):
+    return write(path, entries, (threading.Event().wait(0.001) or value for value in values), metadata)
 
-    mock.patch.object(save, "write_file", slow).start()
-    run[1].save_checkpoint(sys.argv[1], async_save=True)
-    sys.exit()
-    """
-)
+mock.patch.object(save, "write_file", slow).start()
+run[1].save_checkpoint(sys.argv[1], async_save=True)
+sys.exit()
+"""
 
 
 def test_a_process_that_ends_ends_its_save_first(tmp_path: Path) -> None:

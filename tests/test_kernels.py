@@ -132,7 +132,9 @@ def test_flatten_through_the_public_door_writes_zeros_where_no_tensor_is_and_kee
 
 # ---- adam --------------------------------------------------------------------------------------------------------------------
 
+CODES = torch.uint8
 LAYOUTS = {"fp32": (F32, None), "bf16, fp32 master": (BF16, F32), "bf16, split master": (BF16, torch.int16), "fp16, fp32 master": (F16, F32)}
+LAYOUTS["bf16, 24-bit master"] = BF16, CODES
 
 
 def adam_state(layout: str, numel: int, state_dtype: torch.dtype) -> list[Tensor | None]:
@@ -143,6 +145,10 @@ def adam_state(layout: str, numel: int, state_dtype: torch.dtype) -> list[Tensor
     m, v = torch.zeros(numel, dtype=state_dtype), torch.zeros(numel, dtype=state_dtype)
     param = x.to(param_dtype)
     master: Tensor | None = None
+    if state_dtype == CODES:
+        param[:4] = torch.tensor([0.0, -0.0, 1e-38, 3e38])
+        low, m, v = (torch.randint(0, 256, (numel,), generator=torch.Generator().manual_seed(seed), dtype=CODES) for seed in range(3))
+        return [param, low if master_dtype else None, m, v]
     if master_dtype == F32:
         master = x.clone()
         param[2::9] = 0.5  # written from outside
@@ -161,14 +167,6 @@ def gradient(numel: int, dtype: torch.dtype, seed: int, low: float, high: float)
     return grad.to(dtype)
 
 
-def assert_the_bits_of_the_cpu(there: list[Tensor | None], grad: Tensor, step: AdamStep, here: list[Tensor | None]) -> None:
-    """Update both, ``here`` on the device through the public door."""
-    kernels.adam(here[0], grad.to(DEVICE), *here[1:], step)
-    adam_(there[0], grad, *there[1:], step, engine="numba")
-    for name, a, b in zip(("param", "master", "exp_avg", "exp_avg_sq"), here, there, strict=True):
-        assert a is None or torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)), f"{name} differs after step {step.step}"
-
-
 GRADS = [
     (F32, {"weight_decay": 0.1, "decoupled": True}),
     (BF16, {"weight_decay": 0.1, "decoupled": False, "maximize": True}),
@@ -176,28 +174,23 @@ GRADS = [
 ]
 
 
-@pytest.mark.parametrize(("number", "layout", "kind"), [(n, name, kind % 3) for n, name in enumerate(LAYOUTS) for kind in (n, n + 2)])
-def test_adam_gives_the_bits_of_the_cpu_kernel(number, layout, kind):
-    """Each layout with two kinds of gradient, and with moments of either precision in turns."""
-    numel, state_dtype, (grad_dtype, scalars) = BLOCK + 37, (F32, BF16)[(number + kind) % 2], GRADS[kind]
+UPDATES = [(name, kind % 3, (F32, BF16)[(n + kind) % 2]) for n, name in enumerate([*LAYOUTS][:4]) for kind in (n, n + 2)]
+UPDATES += [("fp32", 0, CODES), ("bf16, 24-bit master", 0, CODES), ("bf16, 24-bit master", 1, CODES)]
+
+
+@pytest.mark.parametrize(("layout", "kind", "state_dtype"), UPDATES)
+def test_adam_gives_the_bits_of_the_cpu_kernel(layout, kind, state_dtype):
+    """Each layout with two kinds of gradient, and with moments of either precision in turns, or in 8 bits."""
+    numel, (grad_dtype, scalars), powers = BLOCK + 37, GRADS[kind], (-9, 7) if state_dtype == CODES else (-5, 1)
     settings = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, **scalars}
     there = adam_state(layout, numel, state_dtype)
     here = [None if t is None else t.to(DEVICE, copy=True) for t in there]
-    for step in (1, 2):
-        assert_the_bits_of_the_cpu(there, gradient(numel, grad_dtype, step, -5, 1), AdamStep(step=step, **settings), here)
-
-
-@pytest.mark.parametrize("param_dtype", (F32, BF16))
-def test_adam_with_eight_bit_state_gives_the_bits_of_the_cpu_kernel(param_dtype):
-    numel, draws = BLOCK + 37, torch.Generator().manual_seed(2)
-    start = torch.randn(numel, generator=draws).to(param_dtype)
-    start[:4] = torch.tensor([0.0, -0.0, 1e-38, 3e38])
-    codes = [torch.randint(0, 256, (numel,), generator=draws, dtype=torch.uint8) for _ in range(3)]
-    there = [start, codes[0] if param_dtype == BF16 else None, *codes[1:]]
-    here = [None if t is None else t.to(DEVICE, copy=True) for t in there]
     for number in (1, 2, 70_000):
-        step = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.1, number % 2 == 0, number, 0.37)
-        assert_the_bits_of_the_cpu(there, gradient(numel, param_dtype, number, -9, 7), step, here)
+        grad, step = gradient(numel, grad_dtype, number, *powers), AdamStep(step=number, **settings)
+        kernels.adam(here[0], grad.to(DEVICE), *here[1:], step)
+        adam_(there[0], grad, *there[1:], step, engine="numba")
+        for name, a, b in zip(("param", "master", "exp_avg", "exp_avg_sq"), here, there, strict=True):
+            assert a is None or torch.equal(a.cpu().view(CODES), b.view(CODES)), f"{name} differs after step {number}"
 
 
 @pytest.mark.parametrize("numel", SIZES)
@@ -280,17 +273,13 @@ import os, sys, torch
 if not (child := os.fork()):
     sys.modules["triton"] = None
     import zk
+    from tests.models import descend
     flat, model = torch.ones(4), torch.nn.Sequential(zk.TiledLinear(8, 8, out_splits=4), torch.nn.Linear(8, 1))
     zk.kernels.flatten([torch.ones(3)], flat, [0])
     assert flat.tolist() == [1, 1, 1, 0]
     adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
-    optimizer, losses = zk.ZeroOptimizer(model, adamw, stage=3, dtype="bf16", param_tier="host", optimizer_tier="host", device="cpu"), []
-    for _ in range(3):
-        loss = (model(torch.ones(4, 8)) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    optimizer = zk.ZeroOptimizer(model, adamw, stage=3, dtype="bf16", param_tier="host", optimizer_tier="host", device="cpu")
+    losses = [descend(optimizer, (model(torch.ones(4, 8)) - 1).square().mean()) for _ in range(3)]
     assert losses[2] < losses[0], losses
     print("fine without triton", flush=True)
     os._exit(0)
@@ -328,7 +317,7 @@ def by_tiled_matmul(**changed: Tensor) -> None:
     kernels.tiled_matmul(given.pop("a"), given.pop("b"), given.pop("out"), **given)
 
 
-ONES = torch.ones(4, 4)
+ONES, HALVES = torch.ones(4, 4), torch.zeros(3, dtype=BF16)
 STATE = [torch.zeros(3) for _ in range(3)]
 FIRST = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.0, True, 1)
 REFUSED = [
@@ -356,6 +345,10 @@ REFUSED = [
     (lambda: by_tiled_matmul(a=torch.ones(4, 4), b=torch.ones(4, 4), out=ONES, plus=ONES[:1].expand(4, 4)), ValueError, "plus shares memory"),
     (lambda: kernels.adam(torch.zeros(6)[::2], STATE[0], None, *STATE[1:], FIRST), ValueError, "param must be flat and contiguous"),
     (lambda: kernels.adam(STATE[0], torch.zeros(5), None, *STATE[1:], FIRST), ValueError, "grad must be flat"),
+    (lambda: adam_(HALVES, STATE[0], None, *STATE[1:], FIRST), ValueError, "an fp32 parameter has no master"),
+    (lambda: adam_(*STATE, STATE[0], STATE[1], FIRST), ValueError, "an fp32 parameter has no master"),
+    (lambda: adam_(HALVES.half(), STATE[0], HALVES.view(torch.int16), *STATE[1:], FIRST), ValueError, "a bf16 one may have it split"),
+    (lambda: adam_(*STATE[:2], None, STATE[2], HALVES, FIRST), ValueError, "moments have one dtype"),
     (lambda: AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.0, True, 0), ValueError, "step counts from 1"),
 ]
 

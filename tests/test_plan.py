@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +58,15 @@ def test_bytes_are_those_of_the_chunks_of_a_real_optimizer(
         planned = plan_of(GPT(WIDE), None, tokens=0, state_dtype=options.get("state_dtype", "fp32")).row(config)
     model = GPT(WIDE)
     with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), config) as optimizer:
-        real: dict[str, int] = dict.fromkeys(("param", "master", "moments"), 0)
-        for store in optimizer._runtime.stores:
-            for chunk in (store.param, *store.states):
-                for name, field in chunk.open().items():
-                    kind = name if name in real else "moments"
-                    real[kind] += field.nbytes
-                chunk.close(changed=False)
-        told = optimizer.metrics()
-    for kind, nbytes in real.items():
+        real, told = Counter[str](), optimizer.metrics()
+        for chunk in [chunk for store in optimizer._runtime.stores for chunk in (store.param, *store.states)]:
+            for name, field in chunk.open().items():
+                real[name if name in ("param", "master") else "moments"] += field.nbytes
+            chunk.close(changed=False)
+    for kind in ("param", "master", "moments"):
         of_plan = sum(planned.sizes[memory, kind] for memory in TIERS)
         of_metrics = sum(told.get(f"{memory}_{kind}_nbytes", 0) for memory in TIERS)
-        assert nbytes == of_plan == of_metrics, kind
+        assert real[kind] == of_plan == of_metrics, kind
 
 
 PUBLISHED = {

@@ -13,6 +13,7 @@ from torch import nn
 
 import zk
 from tests.adversary import adversarial_drive
+from tests.models import descend
 from tests.world import run_world
 from zk.logs import log, rank_log, say
 from zk.store import UnitStore
@@ -27,9 +28,7 @@ def made(folder: Path) -> zk.ZeroOptimizer:
 
 def train(optimizer: zk.ZeroOptimizer, steps: int) -> None:
     for x in torch.randn(steps, 4, 64):
-        optimizer.backward(optimizer.model(x).float().square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(optimizer, optimizer.model(x).float().square().mean())
 
 
 def test_the_start_block_is_the_summary_unless_zk_is_quiet(

@@ -137,7 +137,7 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
 
 
 def test_what_a_user_can_fix_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    cases: list[tuple[list[str], str]] = [
+    for options, message in (
         (["--optimizer-tier", "nvme"], "nvme_path is not set"),
         (["--model", "gpt:width=33"], "heads must divide width; got 4 and 33"),
         (["--model", "moe:1b"], "gpt:125m, gpt:10b"),
@@ -146,8 +146,7 @@ def test_what_a_user_can_fix_is_one_line_and_exit_code_2(tmp_path: Path) -> None
         (["--stage", "7"], "zk train: stage must be 0, 1, 2 or 3; got 7"),
         (["--data", str(ROOT / "setup.cfg"), "--context", "9999"], "too few for --context 9999"),
         (["--steps", "x"], "Invalid value for '--steps'"),
-    ]
-    for options, message in cases:
+    ):
         assert message in " ".join(here(tmp_path, *options, status=2).split())
 
 

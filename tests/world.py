@@ -58,9 +58,7 @@ def free_port() -> int:
     raise RuntimeError("none of 100 ports between 20000 and 32000 is free")
 
 
-def _rank_main(
-    rank: int, world: int, rendezvous: str, backend: str, environment: dict[str, str], work: bytes, results: Any, timeout: float
-) -> None:
+def _rank_main(rank: int, world: int, rendezvous: str, backend: str, environment: dict[str, str], work: bytes, results: Any, timeout: float) -> None:
     os.environ.clear()
     os.environ.update(environment)  # the test's of now, as what ranks are forked from has that of its own start
     os.environ["LOCAL_WORLD_SIZE"] = str(world)

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.softgpu import native
 from tests.softgpu.memory import CudaError, find, is_pinned, register, unregister
-from tests.softgpu.streams import LOCK, Queue, find_queue, in_flight, land, place, put_off, race, stats
+from tests.softgpu.streams import LOCK, Queue, find_queue, in_flight, place, put_off, race, stats
 
 TO_DEVICE, TO_HOST = 1, 2  # cudaMemcpyKind
 
@@ -48,6 +48,10 @@ class Copy:
             ctypes.memmove(self.target, self.source, self.nbytes)
 
     def land(self) -> None:
+        """Do it in host memory as well, once."""
+        if self.landed:
+            return
+        self.landed = True
         said = f"{self.what} ({self.nbytes} bytes, asked for at {self.asked_at})"
         if self.to_device:
             if ctypes.string_at(self.source, self.nbytes) != self.content:
@@ -66,7 +70,7 @@ def use_host(queue: Queue, start: int, stop: int, write: bool, what: str) -> Non
             if queue.clock.get(other.queue.serial, 0) < other.number:
                 race(f"{what} meets {other.what} in host memory ({other.nbytes} bytes, asked for at {other.asked_at}), unordered")
             else:
-                land(other)
+                other.land()
 
 
 def _memcpy_async(dst: int, src: int, size: int, kind: int, stream: int) -> None:

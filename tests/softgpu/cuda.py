@@ -63,9 +63,6 @@ class Stream(torch.Stream):
     def wait_event(self, event: Any) -> None:
         event.wait(self)
 
-    def wait_stream(self, other: Any) -> None:
-        self.wait_event(other.record_event())
-
     def record_event(self, event: Any = None) -> Any:  # type: ignore[override]
         event = Event() if event is None else event
         event.record(self)
@@ -95,18 +92,15 @@ class StreamContext:
         self.stream = stream
 
     def __enter__(self) -> None:
-        if self.stream is None:
-            return
         device = self.stream.device_index
         self.before = native.current_device(), device, native.current_stream_handle(device)
         native.set_device(device)
         native.set_stream(device, self.stream.stream_id)
 
     def __exit__(self, *error: object) -> None:
-        if self.stream is not None:
-            current, device, handle = self.before
-            native.set_stream(device, handle)
-            native.set_device(current)
+        current, device, handle = self.before
+        native.set_stream(device, handle)
+        native.set_device(current)
 
 
 def current_stream(device: Any = None) -> Stream:
@@ -187,5 +181,4 @@ def install() -> None:
                 setattr(module, name, value)
     torch._C._cuda_getCurrentRawStream = lambda device: native.current_stream_handle(device)  # type: ignore[attr-defined]
     torch.cuda.default_generators = tuple(ops.generators)  # type: ignore[assignment]
-    torch.Generator = ops.Generator  # type: ignore[misc,assignment]
     torch.version.cuda = "13.0"

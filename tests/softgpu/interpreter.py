@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from tests.softgpu import native
 from tests.softgpu.memory import block_of, current_queue, find, host_view, plainly, span
+from tests.softgpu.ops import mapped, tensors_in
 from tests.softgpu.streams import LOCK, Queue, launched, race
 
 _running = threading.local()
@@ -52,18 +51,16 @@ def _form(value: Any) -> Any:
     """What decides how a kernel runs on this argument, but for the numbers in it."""
     if isinstance(value, Tensor):
         return value.dtype, value.device, tuple(value.shape), value.data_ptr() % 16
-    if isinstance(value, float):
-        return value != 0
-    if dataclasses.is_dataclass(value):  # the scalars of an update
-        return _form(tuple(map(float, dataclasses.astuple(value))))  # type: ignore[arg-type]
-    return tuple(map(_form, value)) if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_form, value))
+    return tuple(map(bool, value.scalars())) if hasattr(value, "scalars") else value  # of an update
 
 
 def _far(value: Any) -> Any:
     return host_view(value) if isinstance(value, Tensor) and value.is_cuda else value
 
 
-def _first_of_its_form(name: str, kernel: str, twin: Callable[..., object], written: tuple[int, ...]) -> None:
+def _first_of_its_form(module: Any, kernel: str, twin: Callable[..., object], written: tuple[int, ...]) -> None:
     """Interpret a launcher of zk's once for each form of its arguments; for others of it the twin runs in host memory, a hundred times as fast.
 
     Args:
@@ -71,40 +68,32 @@ def _first_of_its_form(name: str, kernel: str, twin: Callable[..., object], writ
         twin: what gives the same bits. It is one kernel of the device's current stream.
         written: the arguments that it writes.
     """
-    module = importlib.import_module(f"zk.kernels.{name}_kernel")
     launch, seen = module.launch, set[Any]()
 
-    @functools.wraps(launch)
     def either(*args: Any, **options: Any) -> None:  # how it is launched, which the twin need not know
-        form = tuple(map(_form, args))
+        form = _form(args)
         if ALWAYS or form not in seen:
             launch(*args, **options)
             seen.add(form)
             return
         with LOCK, plainly(), torch.no_grad():
-            queue = current_queue(next(value.get_device() for value in args if isinstance(value, Tensor)))
+            queue = current_queue(args[1].get_device())
             queue.issue()
             launched[kernel] += 1
+            for index, value in enumerate(args):
+                for tensor in filter(Tensor.numel, tensors_in(value)):
+                    block_of(tensor).use(queue, *span(tensor), index in written, "a triton kernel")
+            twin(*mapped(args, host_view))
 
-            def near(value: Any, writes: bool) -> Any:
-                if isinstance(value, Tensor) and value.numel():
-                    block_of(value).use(queue, *span(value), writes, "a triton kernel")
-                return [near(item, writes) for item in value] if isinstance(value, (list, tuple)) else _far(value)
-
-            twin(*(near(value, index in written) for index, value in enumerate(args)))
-
-    module.launch = either  # type: ignore[attr-defined]
-
-
-def _adam(*given: Any) -> None:
-    from zk.offload.cpu_adam import adam_
-
-    adam_(*given, engine="numba", num_threads=1)
+    module.launch = either
 
 
 def install() -> None:
     """Change the interpreter that is installed."""
     from triton.runtime import interpreter
+
+    from zk.kernels import adam_kernel, flatten_kernel, reduce_kernel, reference
+    from zk.offload.cpu_adam import adam_
 
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
     call, to_host, to_device = executor.__call__, executor._init_args_hst, executor._restore_args_dev
@@ -146,7 +135,6 @@ def install() -> None:
 
     executor.__call__, executor._init_args_hst, executor._restore_args_dev = launch, init, restore
     builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
-    reference = importlib.import_module("zk.kernels.reference")
-    _first_of_its_form("flatten", "_move_kernel", reference.flatten, written=(1,))
-    _first_of_its_form("reduce", "_reduce_kernel", reference.reduce, written=(1,))
-    _first_of_its_form("adam", "_adam_kernel", _adam, written=(0, 2, 3, 4))
+    _first_of_its_form(flatten_kernel, "_move_kernel", reference.flatten, written=(1,))
+    _first_of_its_form(reduce_kernel, "_reduce_kernel", reference.reduce, written=(1,))
+    _first_of_its_form(adam_kernel, "_adam_kernel", functools.partial(adam_, engine="numba", num_threads=1), written=(0, 2, 3, 4))

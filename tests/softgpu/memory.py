@@ -6,19 +6,18 @@ DLPack makes the tensors: a capsule says "CUDA" of host memory. They are plain t
 from __future__ import annotations
 
 import bisect
-import contextlib
 import ctypes
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from tests.softgpu import native
-from tests.softgpu.streams import BEFORE, LOCK, Queue, find_queue, host_clock, in_flight, queue_of, race
+from tests.softgpu.streams import BEFORE, HOST, LOCK, QUEUES, Queue, find_queue, in_flight, race
 
 NUM_DEVICES = 2
 NBYTES = int(os.environ.get("SOFTGPU_NBYTES", 4 << 30))  # of each device
@@ -56,7 +55,6 @@ class Block:
     taken: int
     uses: dict[tuple[int, int, int, bool], tuple[int, str]] = dataclasses.field(default_factory=dict)  # stream, bytes, write -> number, what
     recorded: set[int] = dataclasses.field(default_factory=set)  # streams named by Tensor.record_stream
-    views: dict[Any, Tensor] = dataclasses.field(default_factory=dict)
 
     def use(self, queue: Queue, begin: int, end: int, write: bool, what: str) -> bool:
         """The latest operation of ``queue`` reads or writes bytes begin..end. Returns whether it comes after all that it must."""
@@ -68,7 +66,7 @@ class Block:
                 if (write or wrote) and first < end and begin < last and clock.get(serial, 0) < number:
                     ordered = False
                     race(
-                        f"{what} on {queue} {'writes' if write else 'reads'} device memory that {earlier} on {queue_of(serial)} "
+                        f"{what} on {queue} {'writes' if write else 'reads'} device memory that {earlier} on {QUEUES[serial]} "
                         f"{'writes' if wrote else 'reads'}, unordered"
                     )
             elif not write:
@@ -85,10 +83,10 @@ class Block:
 
         It also comes after what streams named by ``record_stream`` have been asked to do, and so after all that these wait for.
         """
-        clocks = [host_clock(), self.queue.clock, *(queue_of(serial).clock for serial in self.recorded)]
+        clocks = [HOST, self.queue.clock, *(QUEUES[serial].clock for serial in self.recorded)]
         for (serial, *_), (number, what) in self.uses.items():
             if max(clock.get(serial, 0) for clock in clocks) < number:
-                race(f"{self.nbytes} bytes of device memory are freed while {what} on {queue_of(serial)} may still use them")
+                race(f"{self.nbytes} bytes of device memory are freed while {what} on {QUEUES[serial]} may still use them")
 
 
 _blocks: dict[int, Block] = {}  # address of a StorageImpl -> what is behind it
@@ -169,17 +167,11 @@ def block_of(tensor: Tensor) -> Block:
     return _blocks[tensor.untyped_storage()._cdata]
 
 
-def host_view(tensor: Tensor, block: Block | None = None) -> Tensor:
+def host_view(tensor: Tensor) -> Tensor:
     """The same elements as a host tensor."""
-    block = block or block_of(tensor)
-    key = (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
-    view = block.views.get(key)
-    if view is None:
-        with plainly(), torch.no_grad():
-            view = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(block.host, tensor.storage_offset(), tensor.shape, tensor.stride())
-        if len(block.views) > 256:
-            block.views.clear()
-        block.views[key] = view
+    with plainly(), torch.no_grad():
+        place = block_of(tensor).host, tensor.storage_offset(), tensor.shape, tensor.stride()
+        view = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(*place)
     return torch._neg_view(view) if tensor.is_neg() else view.conj() if tensor.is_conj() else view
 
 
@@ -208,7 +200,7 @@ def nbytes_of(storage: torch.UntypedStorage) -> int | None:
 # ---- page-locked host memory ------------------------------------------------------------------------------------------------------
 
 _pinned: dict[int, int] = {}  # first byte -> last
-_refusing: list[bool] = []
+locks_pages = True
 
 
 class CudaError(RuntimeError):
@@ -219,14 +211,9 @@ class CudaError(RuntimeError):
         self.status = status
 
 
-@contextlib.contextmanager
-def refuse_to_pin() -> Iterator[None]:
+def refuse_to_pin() -> Any:
     """Context: the system does not lock pages."""
-    _refusing.append(True)
-    try:
-        yield
-    finally:
-        _refusing.pop()
+    return mock.patch(f"{__name__}.locks_pages", False)
 
 
 def register(address: int, nbytes: int, flags: int) -> None:
@@ -234,7 +221,7 @@ def register(address: int, nbytes: int, flags: int) -> None:
     with LOCK:
         if not nbytes or not address or find(address, 1) is not None:
             raise CudaError(1, "cudaErrorInvalidValue: invalid argument")
-        if _refusing:
+        if not locks_pages:
             raise CudaError(2, "cudaErrorMemoryAllocation: out of memory")
         if any(start < address + nbytes and address < stop for start, stop in _pinned.items()):
             race("host memory is registered twice")

@@ -170,8 +170,3 @@ def set_stream(device: int, handle: int) -> None:
     torch._C._accelerator_setStream(torch.Stream(stream_id=handle, device_index=device, device_type=_CUDA))
     if current_device() != before:
         set_device(before)
-
-
-def generator_address(generator: torch.Generator) -> int:
-    """Of torch's C++ generator, which torch wraps anew for every Python function it is handed to."""
-    return ctypes.c_void_p.from_address(id(generator) + object.__basicsize__).value or 0

@@ -6,13 +6,11 @@ tensors are on; what it reads and writes is compared with what other streams do 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,6 +31,7 @@ _WAITS = frozenset(
 _EMPTY = frozenset(f"aten::{name}" for name in ("empty", "empty_strided", "new_empty", "empty_like"))
 _PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot", "_addmm_activation"))
 _HALVES = (torch.bfloat16, torch.float16)
+generators = [torch.Generator().manual_seed(0) for _ in range(NUM_DEVICES)]  # of each device: a CPU's
 
 
 class _Plan:
@@ -46,7 +45,6 @@ class _Plan:
         writes = [bool(argument.alias_info is not None and argument.alias_info.is_write) for argument in schema.arguments]
         self.tensors = [(at, *each) for at, each in enumerate(zip(names, writes, strict=True)) if "Tensor" in kinds[at]]
         self.numbers = [at for at, kind in enumerate(kinds) if kind == "Tensor"]  # where the schema has tensors, they arrive as numbers
-        self.generator = names.index("generator") if "generator" in names else None
         self.is_view = self.name in _BARE or any(ret.alias_info is not None and not ret.alias_info.is_write for ret in schema.returns)
         self.random = torch.Tag.nondeterministic_seeded in op.tags
         self.product = self.name in _PRODUCTS
@@ -56,7 +54,7 @@ class _Plan:
 _plans: dict[Any, _Plan] = {}
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
@@ -64,9 +62,9 @@ def _tensors(value: Any) -> list[Tensor]:
     return []
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, (list, tuple)):
-        return type(value)([_mapped(item, change) for item in value])
+        return type(value)([mapped(item, change) for item in value])
     return change(value) if isinstance(value, Tensor) else value
 
 
@@ -93,7 +91,7 @@ def _compute(op: Any, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
     near: dict[int, tuple[Tensor, bool]] = {}
     device, num_args = -1, len(args)
     for at, name, writes in plan.tensors:
-        for tensor in _tensors(args[at] if at < num_args else kwargs.get(name)):
+        for tensor in tensors_in(args[at] if at < num_args else kwargs.get(name)):
             if tensor.is_cuda:
                 if device not in (-1, tensor.get_device()):
                     raise _apart(plan, device, tensor.device)
@@ -114,7 +112,7 @@ def _compute(op: Any, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
     for key, (tensor, writes) in near.items():
         block = block_of(tensor)
         starts.add(block.host._cdata)
-        views[key] = host_view(tensor, block)
+        views[key] = host_view(tensor)
         if tensor.numel():
             for write in (False, True) if writes else (False,):
                 block.use(queue, *span(tensor), write, plan.name)
@@ -125,9 +123,9 @@ def _compute(op: Any, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
     host_args, host_kwargs = list(args), dict(kwargs)
     for at, name, _ in plan.tensors:
         if at < num_args:
-            host_args[at] = _mapped(args[at], near_to_far)
+            host_args[at] = mapped(args[at], near_to_far)
         elif name in kwargs:
-            host_kwargs[name] = _mapped(kwargs[name], near_to_far)
+            host_kwargs[name] = mapped(kwargs[name], near_to_far)
     for at in plan.numbers:
         if at < num_args and isinstance(value := host_args[at], (bool, int, float, complex)):
             given = [tensor for tensor, _ in near.values()]
@@ -145,7 +143,6 @@ def _compute(op: Any, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
         ctypes.memset(result.untyped_storage().data_ptr(), 0xFF, result.untyped_storage().nbytes())
     for key, (tensor, writes) in near.items():
         if writes and views[key].shape != tensor.shape:  # out= of another size
-            block_of(tensor).views.clear()
             torch.ops.aten.set_.source_Tensor.redispatch(_CPU_KEYS, tensor, place_on(views[key].clone(), queue))
     if plan.waits:
         host_learns(queue.clock)
@@ -161,7 +158,7 @@ def _compute(op: Any, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
             block.use(queue, 0, block.nbytes, True, plan.name)
         return made
 
-    return _mapped(result, finish)
+    return mapped(result, finish)
 
 
 def _run(op: Any, plan: _Plan, device: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -169,17 +166,15 @@ def _run(op: Any, plan: _Plan, device: int, args: list[Any], kwargs: dict[str, A
         return _product(op, args, kwargs)
     if not plan.random:
         return op(*args, **kwargs)
-    if plan.generator is None:
-        with drawing_from(generators[device]):
-            return op(*args, **kwargs)
-    given = args[plan.generator] if plan.generator < len(args) else kwargs.get("generator")
-    if given is not None and native.generator_address(given) not in _devices_of_generators:
-        raise RuntimeError(f"Expected a 'cuda' device type for generator but found '{given.device.type}'")
-    if plan.generator < len(args):
-        args[plan.generator] = given or generators[device]
-    else:
-        kwargs["generator"] = given or generators[device]
-    return op(*args, **kwargs)
+    if kwargs.get("generator") is not None:
+        raise RuntimeError("the software GPU draws from the generators of its devices alone")
+    mine, kept = generators[device], torch.get_rng_state()
+    torch.set_rng_state(mine.get_state())
+    try:
+        return op(*args, **kwargs)
+    finally:
+        mine.set_state(torch.get_rng_state())
+        torch.set_rng_state(kept)
 
 
 def _product(op: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -192,45 +187,6 @@ def _product(op: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     out = kwargs.pop("out", None)
     result = getattr(torch.ops.aten, op._schema.name.split("::")[1]).default(*wide, **kwargs).to(dtype)
     return result if out is None else out.copy_(result)
-
-
-# ---- random numbers ---------------------------------------------------------------------------------------------------------------
-
-
-class Generator(torch._C.Generator):
-    """torch.Generator that may be a device's: a CPU's generator under another name."""
-
-    _index: int | None = None
-
-    def __new__(cls, device: Any = "cpu") -> Generator:
-        where = torch.device(device)
-        made = super().__new__(cls) if where.type == "cuda" else super().__new__(cls, where)
-        if where.type == "cuda":
-            made._index = native.current_device() if where.index is None else where.index
-            address = native.generator_address(made)
-            _devices_of_generators[address] = made._index
-            weakref.finalize(made, _devices_of_generators.pop, address, None)
-        return made
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("cpu") if self._index is None else torch.device("cuda", self._index)
-
-
-_devices_of_generators: dict[int, int] = {}  # address in C++ -> device
-generators: list[Generator] = []  # of each device, made by install()
-
-
-@contextlib.contextmanager
-def drawing_from(generator: torch.Generator) -> Iterator[None]:
-    """Context: ops that take no generator draw from this one."""
-    kept = torch.default_generator.get_state()
-    torch.default_generator.set_state(generator.get_state())
-    try:
-        yield
-    finally:
-        generator.set_state(torch.default_generator.get_state())
-        torch.default_generator.set_state(kept)
 
 
 # ---- ops that are more than their arithmetic --------------------------------------------------------------------------------------
@@ -265,14 +221,13 @@ def _copy_over_link(self: Tensor, source: Tensor, non_blocking: bool) -> None:
         Copy(queue, self.data_ptr(), source.data_ptr(), self.nbytes, to_device, "a copy by torch", far)
         return
     queue.issue()
-    block = block_of(near)
     if near.numel():
-        block.use(queue, *span(near), to_device, "aten::copy_")
+        block_of(near).use(queue, *span(near), to_device, "aten::copy_")
     stats["pageable_copies"] += 1
     start, stop = span(far) if far.numel() else (0, 0)
     base = far.untyped_storage().data_ptr()
     use_host(queue, base + start, base + stop, not to_device, "a copy by torch")
-    view = host_view(near, block)
+    view = host_view(near)
     self_view, source_view = (view, source) if to_device else (self, view)
     self_view.copy_(source_view)
     if not (to_device and non_blocking):  # a pageable target is there when the call returns
@@ -307,9 +262,4 @@ def install() -> list[Any]:
             aten.impl(op, functools.partial(fallback, op), "CUDA")
     aten.impl("_pin_memory", lambda self, device=None: self.clone(), "CPU")  # what torch itself page-locks is as other memory here
     aten.impl("_fused_sdp_choice", lambda *args, **kwargs: 0, "CUDA")  # the formula itself
-    generators.extend(Generator(torch.device("cuda", index)) for index in range(NUM_DEVICES))
-    for generator in generators:
-        generator.manual_seed(0)
     return [every, aten]
-
-

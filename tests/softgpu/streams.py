@@ -23,7 +23,6 @@ races: list[str] = []
 stats = {"kernels": 0, "copies": 0, "pageable_copies": 0, "syncs": 0}
 BEFORE: list[Callable[[], None]] = []  # what is to be done before anybody learns more
 launched: Counter[str] = Counter()  # kernels of Triton, by name
-_PATIENCE = 1000  # queries of one event until the device is taken to have gone on meanwhile
 
 
 def join(clock: Clock, other: Clock) -> None:
@@ -34,19 +33,15 @@ def join(clock: Clock, other: Clock) -> None:
 
 
 def place() -> str:
-    """The lines of this project that led here, the innermost first; without them, the innermost line of anything but torch."""
-    lines, other = [], ""
-    frame = sys._getframe(1)
+    """The lines of this project that led here, the innermost first; without them, the thread."""
+    lines, frame = list[str](), sys._getframe(1)
     while frame is not None and len(lines) < 12:
         file = frame.f_code.co_filename
-        ours = file.startswith(ROOT) and "/.venv/" not in file
-        if ours and (not file.startswith(HERE) or "/test_" in file):
+        if file.startswith(ROOT) and "/.venv/" not in file and (not file.startswith(HERE) or "/test_" in file):
             line = f"{os.path.relpath(file, ROOT)}:{frame.f_lineno}"
             lines += [line] * (lines[-1:] != [line])
-        elif not other and not file.startswith(HERE) and "/torch/" not in file and "/threading.py" not in file:
-            other = f"{os.path.basename(file)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
-    return " < ".join(lines) or other or f"thread {threading.current_thread().name}"
+    return " < ".join(lines) or f"thread {threading.current_thread().name}"
 
 
 def race(what: str) -> None:
@@ -58,14 +53,14 @@ class Queue:
     """One stream of one device. Handle 0 is the default stream, of which each device has one."""
 
     def __init__(self, device: int, handle: int) -> None:
-        self.serial, self.device, self.handle = len(_all), device, handle
+        self.serial, self.device, self.handle = len(QUEUES), device, handle
         self.count = 0
         self.clock: Clock = {}
         self.late: deque[Any] = deque()  # copies that the device has not yet done
         self.in_flight: deque[Any] = deque()  # those that the host does not know to be over
         self.made_at = place() if handle else ""
         self._host_version = -1
-        _all.append(self)
+        QUEUES.append(self)
 
     def __str__(self) -> str:
         return f"the stream of cuda:{self.device} made at {self.made_at}" if self.handle else f"the default stream of cuda:{self.device}"
@@ -75,7 +70,7 @@ class Queue:
         before()
         if self._host_version != _version:
             self._host_version = _version
-            join(self.clock, _host)
+            join(self.clock, HOST)
         self.count += 1
         self.clock[self.serial] = self.count
         complete(self.clock)
@@ -88,9 +83,9 @@ def before() -> None:
         function()
 
 
-_all: list[Queue] = []
+QUEUES: list[Queue] = []  # by serial number
 _by_handle: dict[tuple[int, int], Queue] = {}
-_host: Clock = {}  # what the host knows, of which there have been so many versions
+HOST: Clock = {}  # what the host knows, of which there have been so many versions
 _version = 0
 _num_late = 0
 
@@ -98,7 +93,7 @@ _num_late = 0
 def make_queue(device: int, default: bool = False) -> Queue:
     """A new stream of ``device``."""
     with LOCK:
-        queue = Queue(device, 0 if default else 0x1000 + 16 * len(_all))
+        queue = Queue(device, 0 if default else 0x1000 + 16 * len(QUEUES))
         _by_handle[device, queue.handle] = queue
         return queue
 
@@ -106,10 +101,6 @@ def make_queue(device: int, default: bool = False) -> Queue:
 def find_queue(device: int, handle: int) -> Queue:
     """The stream of ``device`` with that handle; KeyError where there is none."""
     return _by_handle[device, handle]
-
-
-def queue_of(serial: int) -> Queue:
-    return _all[serial]
 
 
 def put_off(queue: Queue, operation: Any) -> None:
@@ -122,7 +113,7 @@ def put_off(queue: Queue, operation: Any) -> None:
 
 def in_flight() -> list[Any]:
     """All operations that the host does not know to be over."""
-    return [operation for queue in _all for operation in queue.in_flight if not operation.landed]
+    return [operation for queue in QUEUES for operation in queue.in_flight if not operation.landed]
 
 
 def complete(clock: Clock) -> None:
@@ -130,23 +121,12 @@ def complete(clock: Clock) -> None:
     global _num_late
     if not _num_late:
         return
-    for queue in list(_all):
+    for queue in list(QUEUES):
         while queue.late and queue.late[0].number <= clock.get(queue.serial, 0):
             operation = queue.late.popleft()
             _num_late -= 1
             complete(operation.clock)
             operation.run()
-
-
-def land(operation: Any) -> None:
-    """Do ``operation`` in host memory as well."""
-    if not operation.landed:
-        operation.landed = True
-        operation.land()
-
-
-def host_clock() -> Clock:
-    return _host
 
 
 def host_learns(clock: Clock) -> None:
@@ -155,10 +135,10 @@ def host_learns(clock: Clock) -> None:
     with LOCK:
         before()
         complete(clock)
-        for queue in list(_all):
+        for queue in list(QUEUES):
             while queue.in_flight and queue.in_flight[0].number <= clock.get(queue.serial, 0):
-                land(queue.in_flight.popleft())
-        join(_host, clock)
+                queue.in_flight.popleft().land()
+        join(HOST, clock)
         _version += 1
 
 
@@ -167,11 +147,10 @@ class Point:
 
     def __init__(self) -> None:
         self.clock: Clock = {}
-        self.queries = 0
 
     def record(self, queue: Queue) -> None:
         with LOCK:
-            self.clock, self.queries = dict(queue.clock), 0
+            self.clock = dict(queue.clock)
 
     def block(self, queue: Queue) -> None:
         with LOCK:
@@ -179,12 +158,9 @@ class Point:
             join(queue.clock, self.clock)
 
     def done(self) -> bool:
-        """Whether the host knows that it has passed. Who asks for long enough finds that it has."""
+        """Whether the host knows that it has passed."""
         with LOCK:
-            self.queries += 1
-            if self.queries > _PATIENCE:
-                host_learns(self.clock)
-            return all(_host.get(serial, 0) >= count for serial, count in self.clock.items())
+            return all(HOST.get(serial, 0) >= count for serial, count in self.clock.items())
 
     def wait(self) -> None:
         stats["syncs"] += 1
@@ -195,4 +171,4 @@ def synchronize(device: int | None = None) -> None:
     """The host waits for a device, or for all."""
     with LOCK:
         stats["syncs"] += 1
-        host_learns({queue.serial: queue.count for queue in _all if device is None or queue.device == device})
+        host_learns({queue.serial: queue.count for queue in QUEUES if device is None or queue.device == device})
