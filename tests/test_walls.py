@@ -18,7 +18,7 @@ CEILINGS = {  # room: lines, tokens of code
     "integrations": (1_000, 7_000),
     "tools": (1_600, 12_500),
 }
-PROSE = {"tests/**/*.py": 14_940, "docs/**/*.md": 2_500, "README.md": 130}
+PROSE = {"tests/**/*.py": 14_000, "docs/**/*.md": 2_500, "README.md": 130}
 ABOVE = tuple(f"zk.{room}" for room in CEILINGS if room not in ("core", "kernels"))  # what these two do not import
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.ENCODING}
 FILES = {path: path.read_text() for path in sorted((ROOT / "zk").rglob("*.py"))}
