@@ -24,7 +24,7 @@ from tests.world import run_world
 from zk import memory
 from zk.kernels import reference
 from zk.offload import tiers as link_module
-from zk.offload.tiers import CPU, CudaLink, HostChunk, Tier, link_to
+from zk.offload.tiers import CPU, TO_HOST, CudaLink, HostChunk, Tier, link_to
 from zk.placement import Place
 
 if not softgpu.installed():
@@ -130,6 +130,10 @@ def test_gradients_behind_their_copies_do_not_pile_up(monkeypatch: pytest.Monkey
     for _ in range(20):
         chunk.put("grad", torch.ones(1 << 18, device=DEVICE))
     assert torch.cuda.memory_allocated() - before <= 4 << 20 and softgpu.stats["syncs"] == syncs
+    assert len(chunk.link.behind) == 3  # compute waits for no more of them than it has to
+    torch.cuda.synchronize()
+    chunk.put("grad", torch.ones(1 << 18, device=DEVICE))
+    assert len(chunk.link.in_flight[TO_HOST]) == 1  # ends of copies that are over are not kept
     assert chunk.open()["grad"].eq(1).all()
 
 

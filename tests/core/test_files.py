@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
@@ -191,8 +191,15 @@ def test_a_forked_process_is_refused(tmp_path: Path) -> None:
     assert ended.stdout.split() == ["1"] and "the process that forked this" in ended.stderr
 
 
-def test_a_folder_without_o_direct_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(fcntl, "fcntl", mock.Mock(side_effect=[OSError(errno.EINVAL, "Invalid argument"), None]))
+def test_a_folder_that_takes_the_flag_o_direct_and_no_more_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    write = os.pwritev
+
+    def pwritev(descriptor: int, *given: Any) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return write(descriptor, *given)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
     data = pattern(3)
     file, found = File([tmp_path], data.nbytes), aligned(data.nbytes)
     file.write_async(data).wait()

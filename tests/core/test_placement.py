@@ -81,6 +81,8 @@ def test_bytes_at_rest_and_in_use() -> None:
     }  # fmt: skip
     joined = planned(joined=True, optimizer_tier="host")
     assert joined.by_memory(joined.at_rest(joined.places(ROOM))) == {"host": 56_000}
+    values = torch.zeros(10)
+    assert placement.held_nbytes([values, values[:5]], joined=False) == {"host": 40}  # of a model that moves to a device
     full = planned(ranks=2, stage=3, prefetch=0, sizes=[UNIT] * 9).footprint([Place("device", "device")] * 9)
     assert full["device", "gathered"] == 4 * 2000 and full["device", "bucket"] == 3 * 2000 and full["device", "fresh"] == 2000
     drive = planned(stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path="/tmp")

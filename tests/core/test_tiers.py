@@ -108,9 +108,10 @@ def test_the_drive_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert reads[False] > 9 * reads[True]
 
 
-def test_a_read_ahead_does_not_reach_what_comes_after_it(late: None, tmp_path: Path) -> None:
+def test_a_read_ahead_does_not_reach_what_comes_after_it_and_what_is_open_stays(late: None, tmp_path: Path) -> None:
+    descriptors = os.listdir("/proc/self/fd")
     drive = Drive([str(tmp_path)], CPU)
-    chunk, other = drive.chunks({"grad": torch.float32}, [1 << 16] * 2)
+    chunk, *_, other = chunks = drive.chunks({"grad": torch.float32}, [1 << 16] * 6)
     for value in range(3):
         chunk.put("grad", torch.full((1 << 16,), float(value)))
         chunk.drop()
@@ -126,7 +127,15 @@ def test_a_read_ahead_does_not_reach_what_comes_after_it(late: None, tmp_path: P
         assert other.open()["grad"].eq(value).all()
         other.close(changed=False)
         other.drop()
+    chunk.open()["grad"].fill_(8)  # others take the buffers of those that are not in use
+    for other in chunks[1:]:
+        other.open()
+        other.close(changed=False)
+    chunk.close(changed=True)
+    chunk.drop()
+    assert chunk.open()["grad"].eq(8).all()
     drive.close()
+    assert os.listdir("/proc/self/fd") == descriptors
 
 
 @small_chunks()
@@ -180,6 +189,8 @@ def walk(seed: int, tier: str, path: Path, **options: Any) -> list[float]:
         elif what in ("validate", "block"):
             with torch.no_grad():
                 out.append((model if what == "validate" else model.blocks[choices.randrange(6)])(x).float().sum().item())
+    if "nvme" in optimizer._layout.tiers:
+        assert drive_of(optimizer).used <= drive_of(optimizer).room
     optimizer.close()
     return out
 
