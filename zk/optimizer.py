@@ -299,7 +299,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         except BaseException as error:  # states are not used before others are loaded
             self._torn = self._runtime.broken = (
                 f"a step failed half-way ({type(error).__name__}: {error}), so states are of two "
-                "steps: load a checkpoint, or load_state_dict() of this optimizer, then of the model"
+                "steps: load a checkpoint, or load_state_dict() here and then, in fp32, of the model"
             )
             raise
 
@@ -360,9 +360,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take states of its own or of the user's optimizer.
 
-        A step that failed half-way is forgotten: load the model's parameters too, after it, as
-        those in fp32 are not among states. ValueError for states of other parameters, before anything
-        is changed.
+        A step that failed half-way is forgotten. Parameters in fp32 are not among states: load the
+        model's too, after it. ValueError for states of other parameters, before anything is changed.
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict

@@ -33,11 +33,11 @@ def states_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
     order, states = order_of(optimizer), {}
     for store in optimizer._trained:
         kept = [*store.rule.names, *["master"] * (store.unit.dtype != torch.float32)]
-        begun = [index for index, count in enumerate(store.steps) if count]
-        for index in begun:
-            numbers = store.rule.numbers(store.groups[index], store.steps[index])
-            values = {kind: store.whole(kind, index) for kind in kept}
-            states[order[store.unit.params[index]]] = copy.deepcopy(numbers) | values
+        for index, count in enumerate(store.steps):
+            if count:
+                numbers = store.rule.numbers(store.groups[index], count)
+                values = {kind: store.whole(kind, index) for kind in kept}
+                states[order[store.unit.params[index]]] = copy.deepcopy(numbers) | values
     groups = [
         group | {"params": [order[param] for param in group["params"]]}
         for group in optimizer.param_groups
@@ -67,12 +67,13 @@ def check_states(optimizer: ZeroOptimizer, given: dict[str, Any]) -> None:
                 not missing,
                 f"the states of {name!r} have no {missing}: they are of another kind of optimizer",
             )
-            for kind in [kind for kind, value in state.items() if is_field(value)]:
-                require(
-                    state[kind].shape == param.shape,
-                    f"{kind!r} of {name!r} has shape {tuple(state[kind].shape)}, and the parameter "
-                    f"{tuple(param.shape)}: the states are of another model",
-                )
+            for kind, value in state.items():
+                if is_field(value):
+                    require(
+                        value.shape == param.shape,
+                        f"{kind!r} of {name!r} has shape {tuple(value.shape)}, and the parameter "
+                        f"{tuple(param.shape)}: the states are of another model",
+                    )
 
 
 def load_states(optimizer: ZeroOptimizer, given: dict[str, Any]) -> None:
@@ -93,10 +94,11 @@ def load_param(store: UnitStore, index: int, state: dict[str, Any]) -> None:
     """Overwrite one parameter's states; what ``state`` lacks begins anew."""
     trained = any(name != "master" for name in state)
     store.steps[index] = int(state.get("count", state.get("step", trained)))
-    counters = {name: value for name, value in numbers_of(state).items() if name != "count"}
+    own = *store.rule.names, "master", "count"  # of a parameter without dimensions all are scalars
+    counters = {name: value for name, value in numbers_of(state).items() if name not in own}
     store.rule.know(store.groups[index], store.steps[index], counters)
     for kind in store.rule.names:
-        value = state[kind] if is_field(state.get(kind)) else torch.zeros(())
-        store.write(kind, index, value)
+        value = state.get(kind)
+        store.write(kind, index, torch.zeros(()) if value is None else value)
     if "master" in state:
         store.write("master", index, state["master"])

@@ -490,6 +490,34 @@ def test_states_come_from_torch_in_mid_training_and_go_back_bit_for_bit(kind: st
     assert again.param_groups[0]["lr"] == 1e-2 and train(third, again) == want
 
 
+@pytest.mark.usefixtures("torch_engine")
+@pytest.mark.parametrize("kind", ("AdamW", "RMSprop", "NAdam", "Adagrad"))
+def test_states_of_a_parameter_without_dimensions_are_no_counters(kind: str) -> None:
+    """A temperature, CLIP's logit_scale."""
+
+    def trained(begun: Any = None) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 4))
+        model.scale = nn.Parameter(torch.tensor(2.0))  # the first one
+        model.register_forward_hook(lambda module, _, out: out * module.scale)
+        inner = getattr(torch.optim, kind)(model.parameters(), lr=1e-2)
+        if begun is None:
+            return model, inner
+        optimizer = zk.ZeroOptimizer(model, inner, stage=2)
+        model.load_state_dict(begun[0])
+        optimizer.load_state_dict(begun[1])
+        return model, optimizer
+
+    def losses(model: nn.Module, optimizer: Any) -> list[float]:
+        return [descend(optimizer, model(torch.ones(2, 4)).square().mean()) for _ in range(3)]
+
+    plain, theirs = trained()
+    taken, inner = trained()
+    losses(plain, theirs), losses(taken, inner)
+    loaded = trained(copy.deepcopy((plain.state_dict(), theirs.state_dict())))
+    assert losses(taken, zk.ZeroOptimizer(taken, inner)) == losses(*loaded) == losses(plain, theirs)
+
+
 def test_a_frozen_model_needs_no_optimizer(tmp_path: Path) -> None:
     """A reference, a reward model, a teacher: forward alone, from any tier."""
     with pytest.raises(TypeError, match="or None for a frozen model; got NoneType"):

@@ -101,8 +101,10 @@ class StepRule(Rule):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner)
         group = inner.param_groups[0]
-        # states may have been begun by the optimizer's own __init__, or by training
-        begun = inner.state.get(group["params"][0], {})
+        # states may have been begun by the optimizer's own __init__, or by training; those of a
+        # parameter without dimensions do not tell fields from numbers
+        wide = (inner.state.get(param, {}) for param in group["params"] if param.ndim)
+        begun: Any = next(wide, {})
         self.first = numbers_of(begun) if begun.get("step", 1) == 0 else {}  # Adagrad's
         # by group and count
         self.known = defaultdict[int, dict[int, dict[str, Tensor]]](lambda: {0: self.first})

@@ -140,7 +140,7 @@ class Comm:
     @contextlib.contextmanager
     def together(self, about: str) -> Iterator[None]:
         """An error of one rank inside is raised by all. No collective may be inside."""
-        failed: Exception | None = None
+        failed: Any = None
         words = None
         try:
             yield

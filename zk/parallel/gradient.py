@@ -52,7 +52,7 @@ class Gradient:
         self.squares: list[dict[int, Any]] = [{} for _ in self.chunks]
         self.local: Tensor | None = None
         self.marks: list[Left | None] = [None] * count  # what stands for them in ``param.grad``
-        self.added: set[int] = set()  # autograd has put there what is to be added
+        self.added = set[int]()  # autograd has put there what is to be added
 
     @property
     def scale(self) -> float:
@@ -85,7 +85,7 @@ class Gradient:
 
     def look(self) -> dict[int, Tensor]:
         """What is new in ``param.grad``; what users have removed there, or replaced, is forgotten."""
-        new: dict[int, Tensor] = {}
+        new = dict[int, Tensor]()
         removed = []
         for index, (param, mark) in enumerate(zip(self.unit.params, self.marks, strict=True)):
             grad = param.grad
