@@ -1,7 +1,5 @@
 """`make bench`: every benchmark runs, a wrong result is not timed, and the report stands also where one failed."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """`make gpu` in its dry run: all of it executes without a GPU, so that what a GPU sees first is right the first time."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

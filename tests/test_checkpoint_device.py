@@ -1,7 +1,5 @@
 """Checkpoints of what a GPU trains: of one point in time, and resumed bit for bit, its random numbers included."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from pathlib import Path

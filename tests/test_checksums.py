@@ -1,7 +1,5 @@
 """A drive that lies is heard: what is read is what was written there."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the compiler makes of the kernels, for GPUs that need not be there: read from the code that they would run."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

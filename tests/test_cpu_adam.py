@@ -1,7 +1,5 @@
 """The CPU update: against torch.optim, and against itself in other layouts, chunks, threads and engines."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What README and the documentation say is so: snippets run, commands and options are there, and so are paths, links and messages."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`zk doctor` finds what stands in the way of training, and says what to do."""
 
-from __future__ import annotations
-
 import functools
 import resource
 import sys

@@ -1,7 +1,5 @@
 """State in 8 bits: its codes, how they are rounded, and the same bits wherever the update runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

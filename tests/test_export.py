@@ -1,7 +1,5 @@
 """A checkpoint becomes a plain model, and a model in memory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from unittest import mock

@@ -1,7 +1,5 @@
 """Folders of checkpoints: one run saves into one at a time, and the newest is found."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

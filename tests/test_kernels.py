@@ -1,7 +1,5 @@
 """Kernels against their references, on a GPU, or interpreted on the memory of the software GPU. Outputs are poisoned first."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The kernels of zk are in the path of a step on a device: how often a step launches each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

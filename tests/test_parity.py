@@ -5,8 +5,6 @@ optimizer's state. The update runs on the torch engine, whose operations are tor
 a correctly rounded square root, is compared with it in test_cpu_adam.py and, across stages and worlds, below.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """`zk plan`: its bytes are those of real optimizers, its models the published ones, its advice holds."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

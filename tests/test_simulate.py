@@ -1,7 +1,5 @@
 """Jobs drawn from seeds train as plain PyTorch does, with faults too; and a planted defect is found. `make simulate` runs many more."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a ZeroOptimizer says of itself: the block at the start, its summary, and the trace of a profile."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

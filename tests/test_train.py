@@ -1,7 +1,5 @@
 """`zk train` and the examples, as a newcomer runs them: alone, on two ranks, without triton."""
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Ceilings on what a reader has to know. None rises: write it shorter, make it an add-on that can be deleted, or leave it out."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import io

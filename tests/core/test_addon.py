@@ -1,7 +1,5 @@
 """The seams as an add-on of a user's sees them."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 from unittest import mock

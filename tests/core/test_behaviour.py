@@ -1,7 +1,5 @@
 """What loops and people do around a ZeroOptimizer: each right, or refused by name."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math

@@ -1,7 +1,5 @@
 """A checkpoint resumes bit for bit wherever it is loaded, and one that is not whole changes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import errno

@@ -1,7 +1,5 @@
 """Mistakes are refused with rule, value and remedy, before anything is moved."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Devices with memory of their own: parity with plain torch, what moves and what fits. Copies run as late as they may, and races are reported."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

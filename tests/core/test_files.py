@@ -1,7 +1,5 @@
 """Files: what is written comes back, whatever the offset, size, stripes and faults; nothing is reported done that is not."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

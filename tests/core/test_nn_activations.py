@@ -1,7 +1,5 @@
 """Activations that leave a device: bit for bit, in every order, also at stage 3; nothing of them stays behind."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

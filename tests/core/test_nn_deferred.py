@@ -1,7 +1,5 @@
 """Deferred construction: the same bits as plain construction, without memory until a unit is placed."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

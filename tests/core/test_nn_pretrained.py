@@ -1,7 +1,5 @@
 """Weights from safetensors reach every kind of model, as from_pretrained of transformers reads them."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

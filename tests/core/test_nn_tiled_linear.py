@@ -1,7 +1,5 @@
 """TiledLinear against nn.Linear: values, gradients, state; one tile at a time at stage 3."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiers by budgets, and the refusal of what cannot fit before anything moves, on all ranks, with changes that fit."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

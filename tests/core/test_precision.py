@@ -1,7 +1,5 @@
 """What ``dtype=`` casts and what keeps its own, beside plain torch with a model converted by hand; the loss scale."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from pathlib import Path

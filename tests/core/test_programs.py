@@ -1,7 +1,5 @@
 """User programs: each right, or refused with the sentence that docs/guides/programs.md shows."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

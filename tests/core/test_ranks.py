@@ -1,7 +1,5 @@
 """Ranks that do not do the same train what plain torch trains on the batches of all; or say so, on all."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

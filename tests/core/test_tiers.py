@@ -1,7 +1,5 @@
 """Host memory and the drive under ZeroOptimizer: what is written and read, what a bad drive does, what stays; memory that is used again."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

@@ -1,7 +1,5 @@
 """Units of the link between memories: what travels together, and when; tensors that autograd saves at stage 3."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from typing import Any
