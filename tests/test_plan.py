@@ -102,7 +102,7 @@ def test_a_config_json_and_a_factory_are_models(tmp_path: Path, monkeypatch: pyt
 
 def test_errors_name_the_option() -> None:
     for command, words in (
-        ("gpt:1b --gpu 4090MiB --ram 1", "a string like '24GiB'; got '1'"),
+        ("gpt:1b --gpu 4090MiB --ram 1", "a string with a unit: '24GiB'; got '1'"),
         ("gpt:1b --gpu b200", "--gpu must be 24GiB, none or one of 3090, 4090,"),
         ("gpt:1b --ram lots", "--ram must be"),
         ("gpt:1b --state-dtype int3", "state_dtype must be"),
@@ -147,7 +147,6 @@ def test_what_is_printed_runs_as_python() -> None:
     exec(said[said.index("zero = {") : said.index("For ZeroTrainer(zero=zero)")], names)
     exec(said[said.index("adamw = ") : said.index("\n\nDeepSpeed")], names)
     assert names["zero"] == best and made == [zk.ZeroConfig(**best)]
-    assert "optimizer.backward(loss)" in said
 
 
 @pytest.mark.parametrize(

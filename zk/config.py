@@ -82,7 +82,7 @@ def parse_device(value: object, name: str) -> torch.device:
 
 def parse_nbytes(value: Any, name: str) -> int:
     """Bytes above 0: a whole number, or a string such as "24GiB", "500 MB" or "1.5TiB"."""
-    words = f"{name} must be a number of bytes above 0, or a string like '24GiB'; got {value!r}"
+    words = f"{name} must be a number of bytes above 0, or a string with a unit: '24GiB'; got {value!r}"
     require(isinstance(value, (int, str)) and not isinstance(value, bool), words, TypeError)
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value).lower())
     number, suffix = found.groups() if found else ("0", "")

@@ -222,7 +222,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"param_tier": "host"}, "param_tier='host' needs stage=3"),
     ({"nvme_path": "/tmp"}, "nvme_path has no effect"),
     ({"host_budget": "1GiB"}, "host_budget has no effect"),
-    ({"host_budget": "24 potatoes"}, "host_budget must be a number of bytes above 0, or a string like"),
+    ({"host_budget": "24 potatoes"}, "host_budget must be a number of bytes above 0, or a string with a unit"),
     ({"host_budget": 0}, "above 0"),
     ({"clip_grad_norm": "1"}, "clip_grad_norm must be more than 0"),
     ({"clip_grad_norm": float("nan")}, "clip_grad_norm must be more than 0"),

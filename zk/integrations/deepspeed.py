@@ -77,7 +77,7 @@ def _read(config: Config, auto: Mapping[str, Any], unused: Collection[str]) -> d
             ignored |= needless
     if ignored:
         names = ", ".join(sorted(ignored))
-        log.warning("zk does not use these settings of the JSON: %s", names)
+        log.warning("not used of the JSON: %s", names)
     return values
 
 

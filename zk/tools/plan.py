@@ -370,7 +370,7 @@ def advice(plan: Plan, rows: list[Row], best: Row) -> Iterator[str]:
     yield "* Recommended:\n\nzero = {"
     for name, value in best.options().items():
         yield f'    "{name}": {json.dumps(value) if isinstance(value, str) else repr(value)},'
-    yield "}\n\nFor ZeroTrainer(zero=zero) or, in a loop with optimizer.backward(loss):\n"
+    yield "}\n\nFor ZeroTrainer(zero=zero), or in a loop:\n"
     yield "adamw = torch.optim.AdamW(model.parameters())"
     yield "optimizer = zk.ZeroOptimizer(model, adamw, **zero)"
 
