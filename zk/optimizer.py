@@ -400,8 +400,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if self._runtime not in RUNTIMES:
             return
-        is_held = gather and +self._runtime.held
-        require(not is_held, "close() within zk.gather(): call it after that", RuntimeError)
         with contextlib.ExitStack() as stack:
             for closed in (*self._seams.closed, *(t.close for t in self._layout.tiers.values())):
                 stack.callback(closed)
