@@ -22,6 +22,7 @@ import zk
 from tests.models import GPT, adamw, batch, descend, gpt, loss_of, step
 from tests.parity import Lion, make_optimizer
 from tests.world import call, run_world
+from zk.offload.rules import StepRule
 
 Trained = tuple[nn.Module, Any]
 
@@ -298,6 +299,14 @@ def test_optimizers_of_unknown_arithmetic_are_refused_by_name_and_other_defaults
         zk.ZeroOptimizer(model, torch.optim.NAdam(model.parameters()), state_dtype="bf16")
     optimizer = zk.ZeroOptimizer(model, OtherDefaults(model.parameters()))
     assert train(model, optimizer) == train(plain, OtherDefaults(plain.parameters()))
+
+
+def test_counters_of_old_steps_are_kept_for_some_from_which_others_follow() -> None:
+    inner = torch.optim.NAdam([nn.Parameter(torch.ones(2))])
+    (group,), early, late = inner.param_groups, StepRule(inner), StepRule(inner)
+    want = early.numbers(group, 70)
+    late.numbers(group, 150)
+    assert late.numbers(group, 70) == want and len(late.known[id(group["params"])]) < 20
 
 
 def test_changed_groups_torchs_grad_scaler_and_a_step_between_forward_and_backward_are_refused() -> None:
