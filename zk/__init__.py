@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         globals()[name] = value = getattr(importlib.import_module(_MODULES[name]), name)
         return value
-    words = "dir(zk) has its names, docs/guides/from_deepspeed.md what replaces DeepSpeed's"
+    words = "see dir(zk); docs/guides/from_deepspeed.md has what replaces DeepSpeed's names"
     raise AttributeError(f"module 'zk' has no attribute {name!r}; {words}")
 
 

@@ -285,7 +285,7 @@ def test_deepspeeds_json_is_taken_as_it_is_also_from_the_command_line(tmp_path: 
     (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
     config = trained(ZeroTrainer, "gpt2", tmp_path, more={**SHORT, "max_steps": 1}, zero=str(tmp_path / "ds.json")).zero.config
     assert (config.stage, config.param_tier, config.optimizer_tier, config.dtype, config.clip_grad_norm) == (3, "host", "host", None, None)
-    assert "not used of the JSON: optimizer, scheduler, steps_per_print" in caplog.text
+    assert "these settings of the JSON are not used: optimizer, scheduler, steps_per_print" in caplog.text
     rounded = made(ZeroTrainer, "gpt2", tmp_path, more={**SHORT, "bf16": True}, zero=DEEPSPEED)
     assert rounded.accelerator.zero.dtype is torch.bfloat16
     command = ["--output_dir", str(tmp_path), "--deepspeed", str(tmp_path / "ds.json"), "--report_to", "none", "--max_steps", "1"]

@@ -77,7 +77,7 @@ def _read(config: Config, auto: Mapping[str, Any], unused: Collection[str]) -> d
             ignored |= needless
     if ignored:
         names = ", ".join(sorted(ignored))
-        log.warning("not used of the JSON: %s", names)
+        log.warning("these settings of the JSON are not used: %s", names)
     return values
 
 

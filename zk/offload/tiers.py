@@ -232,7 +232,7 @@ class CudaLink:
         self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.lock = threading.Lock()
         # copies with their host ends, by kind; offloads whose device ends compute has not followed
-        self.in_flight = {TO_DEVICE: deque[Any](), TO_HOST: deque[Any]()}
+        self.in_flight = {TO_DEVICE: deque[InFlight](), TO_HOST: deque[InFlight]()}
         self.behind, self.behind_nbytes = deque[tuple[Event, int]](), 0
         self.pinned, self.refuses = set[int](), False
 
@@ -349,6 +349,7 @@ class CudaLink:
             self.pinned.discard(memory.data_ptr())
 
 
+InFlight = tuple[Event, Tensor]
 one_link = functools.cache(CudaLink)  # of a device, so that all who use it share its streams
 
 

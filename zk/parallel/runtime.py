@@ -109,7 +109,7 @@ class Runtime:
             return
         self.reducer.forget(store)
         self.stores.remove(store)
-        self.gathered.pop(store, None)  # who holds it has it released later
+        self.gathered.pop(store, None)  # else who holds it releases it later
         store.grad.drop()
         for param in store.unit.params:
             param.grad = None

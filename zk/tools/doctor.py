@@ -70,7 +70,7 @@ def machine() -> Iterator[Finding]:
         fix = "it has no bf16: use dtype='fp16'" * (card.major < 8)
         yield Finding("machine", f"GPU {index}", f"{card.name}, {size(free)} free", fix)
     said = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
-    yield Finding("machine", "cores", f"{said}, {default_threads()} for updates of a rank")
+    yield Finding("machine", "cores", f"{said}; update threads per rank: {default_threads()}")
     fast = multiplies_bf16()
     fix = "bf16 is slow on this CPU: use dtype='fp32'" * (not fast and not has_gpu)
     yield Finding("machine", "CPU", f"bf16 is {'fast' if fast else 'slow'}", fix)
