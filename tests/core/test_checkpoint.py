@@ -421,6 +421,16 @@ def test_a_step_that_failed_half_way_is_not_trained_on_or_saved_and_a_load_mends
     assert there(tmp_path / "saved") == ["latest", "step-00000002", "step-00000004"]
 
 
+def test_a_rank_that_loses_the_others_leaves_what_the_first_one_may_be_publishing(tmp_path: Path) -> None:
+    made, partial = make("2-host", tmp_path), tmp_path / ".partial"
+    partial.mkdir()
+    is_lost = [contextlib.nullcontext(), contextlib.nullcontext(), ConnectionError]
+    comm: Any = mock.Mock(rank=1, size=2, words=lambda *_: [partial.name], together=mock.Mock(side_effect=is_lost))
+    with pytest.raises(ConnectionError):
+        save.Save(made[1], tmp_path / "step-1", {}, None).run(mock.Mock(), comm)
+    assert "rank-00001-of-00002.json" in os.listdir(partial)
+
+
 def test_killed_at_any_moment_the_newest_whole_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
     for ranks, name in ((1, "alone"), (2, "ranks")):  # `make soak` kills 50 times, and one of two ranks as often
         (tmp_path / name).mkdir()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -144,7 +145,9 @@ class Save:
             if comm.rank == 0:
                 beside, saver.lock = files.begin(final)
         beside = final.with_name(comm.words(what, beside.name)[0])
-        with undone(lambda: shutil.rmtree(beside, ignore_errors=True)):
+        # the first rank alone, as it may be publishing what another one, that has lost it, gives up
+        undo = functools.partial(shutil.rmtree, beside, ignore_errors=True)
+        with undone(bool if comm.rank else undo):
             with comm.together(what):
                 self.write(beside, *files.rank_files(comm.rank, comm.size))
             with comm.together(what):
