@@ -21,12 +21,8 @@ from zk.logs import require
 from zk.precision import DynamicLossScale
 
 Parser = Callable[[Any, str], Any]  # of a value as users write it, for the option of that name
-DTYPES: dict[str, torch.dtype] = {
-    **dict.fromkeys(("fp32", "float32"), torch.float32),
-    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
-    **dict.fromkeys(("fp16", "float16"), torch.float16),
-}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPES = {name: dtype for dtype, short in NAMES.items() for name in (short, str(dtype)[6:])}
 SUFFIXES = {"": 1, "b": 1} | {
     f"{letter}{i}b": base**power
     for power, letter in enumerate("kmgt", 1)
@@ -82,7 +78,9 @@ def parse_device(value: object, name: str) -> torch.device:
 
 def parse_nbytes(value: Any, name: str) -> int:
     """Bytes above 0: a whole number, or a string such as "24GiB", "500 MB" or "1.5TiB"."""
-    words = f"{name} must be a number of bytes above 0, or a string with a unit: '24GiB'; got {value!r}"
+    words = (
+        f"{name} must be a number of bytes above 0, or a string with a unit: '24GiB'; got {value!r}"
+    )
     require(isinstance(value, (int, str)) and not isinstance(value, bool), words, TypeError)
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value).lower())
     number, suffix = found.groups() if found else ("0", "")
@@ -231,10 +229,8 @@ class ZeroConfig:
         Args:
             auto: values by the JSON's names, for what it leaves to be filled in ("auto").
         """
-        made: ZeroConfig = found("from_deepspeed", METHODS, TypeError)(
-            config, auto or {}, overrides
-        )
-        return made
+        convert = found("from_deepspeed", METHODS, TypeError)
+        return convert(config, auto or {}, overrides)  # type: ignore[no-any-return]
 
     def _check_together(self) -> None:
         """ValueError for values that exclude each other."""

@@ -96,14 +96,12 @@ class Layout:
 
     def codec_of(self, unit: Unit) -> Codec:
         own = self.rule_of(unit).codec(unit.dtype) if unit.is_trained else Codec({})
-        codec: Codec = self.seams.chain("codec", unit, own)
-        return codec
+        return self.seams.chain("codec", unit, own)  # type: ignore[no-any-return]
 
     def tier_of(self, unit: Unit, what: str) -> Tier:
         """The tier of a unit's "param" (at rest, or beside the update) or "state"."""
         name = getattr(self.places[unit], what)
-        tier: Tier = self.seams.chain("tier", unit, what, self.tiers[name])
-        return tier
+        return self.seams.chain("tier", unit, what, self.tiers[name])  # type: ignore[no-any-return]
 
 
 class NoGradient(RuntimeError):
@@ -184,8 +182,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         begun = states_of_inners(self)
         for inner in self._inners:
             inner.state.clear()
-            # schedulers of it look there for a step before theirs
-            vars(inner)["_opt_called"] = True
+            vars(inner)["_opt_called"] = True  # schedulers look there for a step before theirs
         for name, hooks in vars(self._inners[0]).items() if len(self._inners) == 1 else ():
             if name.startswith("_optimizer_") and name.endswith("_hooks"):
                 vars(self)[name] = hooks  # those that come later too run around this one
@@ -332,11 +329,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside add gradients up on this rank, until one outside reduces them."""
-        self._layout.reducer.syncs = False
+        reducer = self._layout.reducer
+        before, reducer.syncs = reducer.syncs, False
         try:
             yield
         finally:
-            self._layout.reducer.syncs = self._layout.stage != 1
+            reducer.syncs = before
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients that have left to ``max_norm``; returns their norm, as torch does."""

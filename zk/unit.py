@@ -10,13 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from zk.logs import require
+from zk.memory import round_up
 
 ALIGN = 16  # elements: every parameter starts on a cache line
 LARGE = 1 << 24  # elements: a module outside of blocks that has so many is one, as an embedding
-
-
-def round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
 
 
 @dataclasses.dataclass(eq=False)
@@ -33,7 +30,6 @@ class Unit:
         first = self.params[0]
         self.dtype, self.device, self.is_trained = first.dtype, first.device, first.requires_grad
         self.shapes = [param.shape for param in self.params]
-        self.is_contiguous = all(param.is_contiguous() for param in self.params)
         self.strides = [dense_strides(param) for param in self.params]
         self.sizes = [param.numel() for param in self.params]
 

@@ -22,8 +22,8 @@ from zk.kernels import reference
 from zk.memory import empty
 
 Group = dist.ProcessGroup | None
-# what all ranks raise where one fails: the first that its error is
 TIMEOUT = timedelta(minutes=10)  # of a collective, until it says that a rank is missing
+# what all ranks raise where one fails: the first that its error is
 KINDS = ValueError, TypeError, OSError, MemoryError, RuntimeError, Exception
 
 
@@ -99,8 +99,7 @@ class Comm:
         rows = torch.empty(self.size * len(values), dtype=torch.float64)
         with self.named("exchange of numbers", about):
             _all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self.of_host)
-        found: list[list[float]] = rows.view(self.size, -1).tolist()
-        return found
+        return rows.view(self.size, -1).tolist()  # type: ignore[no-any-return]
 
     def total(self, about: str, values: list[float]) -> list[float]:
         """The sum over ranks of each number, in the order of ranks: the same on all."""

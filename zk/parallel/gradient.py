@@ -72,7 +72,7 @@ class Gradient:
             self.local = empty(unit.numel, unit.dtype, unit.device)
             flat = [self.none] * len(unit.params)
             for index, grad in new.items():
-                flat[index] = grad.contiguous() if unit.is_contiguous else unit.flat(index, grad)
+                flat[index] = unit.flat(index, grad)
             reference.unchecked("flatten", unit.device)(flat, self.local, unit.regions)
             if missing != 1.0:
                 self.local = in_fp32(self.local).mul_(missing)
@@ -343,8 +343,7 @@ class Left(Tensor):
         gradient = self.current()
         gradient.meet()
         if gradient.local is not None:
-            two_norm: Tensor = torch.linalg.vector_norm(fetched(self))
-            return two_norm
+            return torch.linalg.vector_norm(fetched(self))  # type: ignore[no-any-return]
         squares = [squares_of([gradient], self.number)]
         norm = math.sqrt(gradient.layout.sharers.total(gradient.unit.name, squares)[0])
         return torch.tensor(norm, dtype=torch.float32, device=self.device)

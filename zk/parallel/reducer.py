@@ -1,17 +1,18 @@
 """Reducer: when each unit's gradient is reduced. Several ranks reduce in one order, at one time.
 
 They need not do the same. A block may be used by some ranks only, and one rank may make fewer
-backward passes than another, or none: three small exchanges make it right.
+backward passes than another, or none: four small exchanges make it right.
 
     BEGIN   before the first reduction of a backward pass: in which dtype are units reduced?
             Then they are, in the order of the pass before, as soon as they are whole.
+    WHOLE   before a gather, where no order is left: which units are whole on all ranks?
     END     the pass has ended: which other units has any rank a gradient of?
     STEP    step() begins: a rank that hears BEGIN of another joins its pass, with what it has.
 
 At stage 3 all ranks gather the same units in the same order. There a unit is reduced between the
 same two gathers on all, even where a rank has no gradient of some of its parameters, and would wait
-for it in vain. Where gathers are not those of the pass before, on any rank and so on all, what is
-left is reduced at the end.
+for it in vain. Gathers that are not those of the pass before end its order: what is left is WHOLE, or
+reduced at the end.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from zk.parallel.comm import Comm
 from zk.precision import DynamicLossScale
 from zk.store import UnitStore
 
-MANY = 1 << 20  # more than there are units
 STEP, BEGIN = 0.0, 1.0
 
 
@@ -47,18 +47,24 @@ class Reducer:
         self.waiting = {store: len(store.unit.params) for store in self.waiting}
         self.position = 0  # in ``order``
         self.gathers: list[UnitStore] = []
-        self.whole_at: dict[UnitStore, float] = {}  # gathers before; and, as a fraction, units
+        self.whole_at: dict[UnitStore, float] = {}  # gathers before; and, as millionths, units
         self.has_begun = False  # ranks have met at BEGIN
+
+    def add(self, store: UnitStore) -> None:
+        """Reduce a unit from now on: before those added earlier, unless gathers come between."""
+        self.waiting[store] = len(store.unit.params)
+        if self.comm.size > 1 and not store.is_partitioned:
+            self.order.insert(0, (store, 0))
 
     def forget(self, store: UnitStore) -> None:
         """Reduce a unit no more."""
         self.waiting.pop(store, None)
-        self.order = [entry for entry in self.order if entry[0] is not store]
+        self.order.clear()
 
     def on_whole(self, store: UnitStore) -> None:
         """All gradients of a unit are there: collect it, and reduce what is due."""
         store.grad.collect()
-        self.whole_at[store] = len(self.gathers) + len(self.whole_at) / MANY
+        self.whole_at[store] = len(self.gathers) + len(self.whole_at) / 1e6
         if self.syncs and self.comm.size == 1:
             self.reduce(store)
         elif self.syncs:
@@ -66,9 +72,11 @@ class Reducer:
 
     def before_gather(self, store: UnitStore) -> None:
         """A unit is about to be gathered in backward: reduce what is reduced before that."""
-        if self.syncs:
-            self.reduce_due(are_whole=False)
         at = len(self.gathers)
+        if self.syncs and self.comm.size > 1:
+            self.reduce_due(are_whole=False)
+            if self.position == len(self.order):
+                self.reduce_whole()
         self.gathers.append(store)
         if self.expected[at : at + 1] != [store]:
             del self.order[self.position :]
@@ -79,12 +87,17 @@ class Reducer:
             if num_gathers > len(self.gathers) or (are_whole and self.waiting[store] > 0):
                 return
             self.meet()
-            self.reduce_next(store)
+            self.position += 1
+            self.reduce(store)
 
-    def reduce_next(self, store: UnitStore) -> None:
-        self.position += 1
-        store.grad.collect()
-        self.reduce(store)
+    def reduce_whole(self) -> None:
+        """WHOLE: reduce what is whole on all ranks, which have no order to follow."""
+        self.meet()
+        mine: list[float] = [s in self.whole_at and s.grad.local is not None for s in self.waiting]
+        said = self.comm.rows("whole gradients", mine)
+        for store, *are_whole in zip(self.waiting, *said, strict=True):
+            if all(are_whole):
+                self.reduce(store)
 
     @torch.no_grad()
     def collect_rest(self) -> None:
@@ -94,6 +107,7 @@ class Reducer:
 
     @torch.no_grad()
     def reduce(self, store: UnitStore) -> None:
+        store.grad.collect()
         store.grad.reduce(self.dtype)
         for reduced in self.listeners:
             reduced(store)
@@ -135,10 +149,9 @@ class Reducer:
     def finish(self, in_order: bool = True) -> None:
         """END: reduce what is left."""
         for store, _ in self.order[self.position :] if in_order else ():
-            self.reduce_next(store)
+            self.reduce(store)
         self.collect_rest()
-        alone = [store for store in self.waiting if store.grad.local is not None]
-        for store in self.rest() if self.comm.size > 1 else alone:
+        for store in self.rest():
             self.reduce(store)
         self.num_local = 0
         self.begin()
@@ -158,7 +171,7 @@ class Reducer:
             present = [bool(next(most)) for _ in store.unit.params]
             if present != store.grad.present:
                 store.grad.leave(present)
-        if any(place >= 0 for place, _ in places):  # some rank is in a backward pass
+        if self.comm.size > 1 and any(place >= 0 for place, _ in places):  # one is in backward
             whole = sorted(places, key=lambda entry: entry[0])
             self.order = [(store, int(place)) for place, store in whole if place < math.inf]
             self.expected = self.gathers

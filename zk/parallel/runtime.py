@@ -73,11 +73,10 @@ class Runtime:
                 partial(self.after_forward, store),
             )
         if unit.is_trained:
-            self.reducer.waiting[store] = len(unit.params)
+            self.reducer.add(store)
             # weak, as the garbage collector does not see what a tensor's hooks refer to
-            weak: Callable[[], Any] = weakref.ref(self)
-            its: Callable[[], Any] = weakref.ref(store)
-            # a hook for a loop that is compiled whole, with its loss.backward()
+            weak: Any = weakref.ref(self)
+            its: Any = weakref.ref(store)
             on_grad = Hook(lambda _: weak().on_grad(its()))
             handles += [p.register_post_accumulate_grad_hook(on_grad) for p in unit.params]
 
@@ -372,7 +371,7 @@ class UsedParameters(dict[str, Any]):
 
 
 class Hook:
-    """A hook of a module, which the compiler does not look into.
+    """A hook, which the compiler of a module, or of a loop with its backward(), does not look into.
 
     The module's copies and files have one that does nothing.
     """
@@ -401,8 +400,7 @@ def hooks_around(module: nn.Module, before: Callable[..., Any], after: Callable[
 
 
 def storage_of(tensor: Tensor) -> int:
-    cdata: int = tensor.untyped_storage()._cdata
-    return cdata
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 # ---- tensors that autograd saves, and that hooks leave alone: the hooks around get them --------
