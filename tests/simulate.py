@@ -1,6 +1,6 @@
 """Whole training jobs, drawn from seeds, against plain PyTorch: bit for bit without faults, and with them refused by name and resumed bit for bit.
 
-    python -m tests.simulate --first 17               one job; --seeds 10000 [--workers 2]: many; what is wrong with them
+    python -m tests.simulate --first 17               one job; --seeds 10000: many; what is wrong with them
     python -m tests.simulate --defects [NAME ...]     plants defects in zk, and looks for the first seed that finds each
 
 Ranks are threads of one process over collectives in memory. A job has up to three lives, each with a layout of its own (stage, tiers). It moves
@@ -336,13 +336,13 @@ def simulated() -> Iterator[None]:
     """zk among ranks that are threads, on drives that fail when they should, with small chunks."""
     moves = {"preadv": moving("read", os.preadv), "pwritev": moving("write", os.pwritev)}
     system = SimpleNamespace(**moves, posix_fallocate=meeting("reserve", os.posix_fallocate))
-    jobs = SimpleNamespace(SimpleQueue=lambda: LateQueue(me().rank.job.seed) if me().rank.job.lives[me().rank.life]["late"] else queue.SimpleQueue())
+    queues = SimpleNamespace(Empty=queue.Empty, SimpleQueue=lambda: (queue.SimpleQueue, LateQueue)[me().rank.job.lives[me().rank.life]["late"]]())
     with contextlib.ExitStack() as stack:
         for where, name, value in (
             (comm, "_all_gather", lambda rows, sent, group: group.start(("rows", sent.shape), sent, lambda all: rows.copy_(torch.cat(all)))),
             *((tier, "chunk_numel", 2048) for tier in (tiers.Tier, drive.Drive)),
             *((contents, "random_state", lambda device: RANDOM), (contents, "restore_random", nothing), (files, "publish", publish)),
-            *((file, "SYSTEM", system), (file, "queue", jobs), (file, "BLOCK_NBYTES", 2 * file.ALIGN), (file, "THREADS", 2)),
+            *((file, "SYSTEM", system), (file, "queue", queues), (file, "BLOCK_NBYTES", 2 * file.ALIGN), (file, "THREADS", 2)),
             *((threading, "Thread", Thread), (accumulation, "Thread", Thread), (comm, "dist", DISTRIBUTED), (save, "PIECE_NUMEL", 1500)),
             (file.File, "read_async", lambda self, tensor, offset=0: READ(self, poison(tensor), offset)),
             (files, "os", SimpleNamespace(**vars(os) | {"fsync": fsync, "pread": meeting("load", os.pread)})),
@@ -363,7 +363,7 @@ class Run:
 
     def __init__(self, job: Job) -> None:
         self.job, self.problems, self.synced = job, list[str](), dict[int, int]()
-        self.is_next, self.has_failed, self.power = job.fault != "", False, threading.RLock()
+        self.is_next, self.has_failed, self.power, self.ranks = job.fault != "", False, threading.RLock(), list[Rank]()
 
     def go(self) -> list[str]:
         with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
@@ -377,11 +377,13 @@ class Run:
                 self.problems += [f"resumed, {rank}" for rank in ranks if rank.error]
                 self.problems += [f"resumed at step {r.begun}, and step {promised} had been saved" for r in ranks if r.begun < promised]
                 self.problems += [problem for rank in ranks for problem in rank.problems]
+        for rank in self.ranks:
+            rank.error = None  # it refers to optimizers, whose threads are of this rank
         return self.problems
 
     def live(self, life: int, is_resumed: bool) -> list[Rank]:
         fabrics = [SimpleNamespace(changes=threading.Condition(), meetings={}, ended=set(), broken=False, mixed="") for _ in range(2)]
-        ranks = [Rank(self, fabrics, rank, life, is_resumed) for rank in range(self.job.sums.world)]
+        self.ranks += (ranks := [Rank(self, fabrics, rank, life, is_resumed) for rank in range(self.job.sums.world)])
         threads = [Thread(target=rank.main, daemon=True, rank=rank) for rank in ranks]
         for thread in threads:
             thread.start()
@@ -470,12 +472,12 @@ class Rank:
                 self.one_step()
             except Exception as error:
                 is_alone = self.sums.world == 1 and self.job.is_recovered and self.promised and self.run.has_failed
-                if not is_alone or self.optimizer is None or self.optimizer._runtime not in RUNTIMES:
+                if self.error or not is_alone or self.optimizer is None or self.optimizer._runtime not in RUNTIMES:
                     raise
                 self.error = error
                 self.run.judge([self])
-                self.error = None
-                self.load()
+                self.load()  # what the drive has refused may be refused again
+        self.error = None
         self.synced()
         self.optimizer.close()
         self.same("parameters", [*self.model.parameters()], self.records[-1].params)
@@ -664,8 +666,7 @@ def several(start: int, stop: int, defect: str = "") -> tuple[int, int, list[str
     found, faults, begun, seed = list[str](), 0, time.process_time(), start
     with simulated(), DEFECTS[defect]() if defect else contextlib.nullcontext():
         while seed < stop and not (found and defect):
-            one = Run(draw(seed))
-            if problems := one.go():
+            if problems := (one := Run(draw(seed))).go():
                 found.append("\n".join([f"seed {seed}, alone: python -m tests.simulate --first {seed}", *problems, *map(str, one.job)]))
             faults, seed = faults + one.has_failed, seed + 1
     gc.collect()  # optimizers of ranks that were killed have threads
@@ -674,7 +675,7 @@ def several(start: int, stop: int, defect: str = "") -> tuple[int, int, list[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"first": 0, "seeds": 1, "workers": 2}.items():
+    for name, default in {"first": 0, "seeds": 1, "workers": 1 + (os.cpu_count() or 1)}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--defects", nargs="*", metavar="NAME")
     options, begun, sums = parser.parse_args(), time.perf_counter(), [0, 0, 0, 0.0]
@@ -691,8 +692,7 @@ def main() -> None:
             print(f"{name:32} " + (found[0] if found else "is not found").replace("\n", "  ")[:200], flush=True)
         else:
             print(*found, sep="\n", end="\n" * bool(found), flush=True)
-        words = "{} seeds, {} met a fault, {} wrong, {:.0f} s of processors, {:.0f} s"
-        print(words.format(*sums, time.perf_counter() - begun), file=sys.stderr, flush=True)
+        print("{} seeds, {} met a fault, {} wrong, {:.0f} s of processors, {:.0f} s".format(*sums, time.perf_counter() - begun), file=sys.stderr)
     sys.exit(sums[2] != len(names or ()))
 
 

@@ -189,6 +189,16 @@ def test_a_forked_process_is_refused(tmp_path: Path) -> None:
     assert ended.stdout.split() == ["1"] and "the process that forked this" in ended.stderr
 
 
+def test_a_file_is_closed_wherever_it_is_collected(tmp_path: Path) -> None:
+    """The garbage collector may run while ``threading`` holds a lock that threads ask for in the end."""
+    file = File([tmp_path], ALIGN)
+    descriptor = file.descriptors[0]
+    with threading._active_limbo_lock:
+        del file
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
 def test_a_folder_that_takes_the_flag_o_direct_and_no_more_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     write = os.pwritev
 

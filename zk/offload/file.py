@@ -10,6 +10,7 @@ Sources: ZeRO-Infinity, arXiv 2104.07857, section 6.3; open(2) on O_DIRECT.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import fcntl
@@ -19,7 +20,7 @@ import queue
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -87,13 +88,14 @@ class File:
         self.read_nbytes = self.written_nbytes = 0
         self.paths, self.descriptors = [os.fspath(folder) for folder in folders], list[int]()
         self.jobs: Any = queue.SimpleQueue()
+        ended: Any = queue.SimpleQueue()
         threads: list[threading.Thread] = []
-        self.close = weakref.finalize(self, end, self.jobs, threads, self.descriptors)
+        self.close = weakref.finalize(self, end, self.jobs, ended, threads, self.descriptors)
         for path in self.paths:
             self.descriptors.append(open_unnamed(path))
         self.extend(nbytes)
         for _ in range(THREADS):
-            threads.append(threading.Thread(target=work, args=(self.jobs,), daemon=True))
+            threads.append(threading.Thread(target=work, args=(self.jobs, ended), daemon=True))
             threads[-1].start()
 
     def extend(self, nbytes: int) -> int:
@@ -117,9 +119,7 @@ class File:
         self.written_nbytes += tensor.nbytes
         return request
 
-    def start(
-        self, verb: str, tensor: Tensor, offset: int, after: Iterable[Any] = ()
-    ) -> Request:
+    def start(self, verb: str, tensor: Tensor, offset: int, after: Iterable[Any] = ()) -> Request:
         what = f"{verb} of {tensor.nbytes} bytes at offset {offset} of {', '.join(self.paths)}"
         if self.pid != os.getpid() or not self.close.alive:
             raise RuntimeError(f"{what}, which is closed, or open in the process that forked this")
@@ -145,7 +145,7 @@ class File:
         row, number = divmod(block, len(self.paths))
         for event in after:
             event.wait()
-        call: Callable[..., int] = self.system.pwritev if verb == "write" else self.system.preadv
+        call = self.system.pwritev if verb == "write" else self.system.preadv
         moved = 0
         while moved < len(data):
             place = row * BLOCK_NBYTES + within + moved
@@ -160,7 +160,7 @@ class File:
             moved += some
 
 
-def work(jobs: Any) -> None:
+def work(jobs: Any, ended: Any) -> None:
     """Move blocks, on a thread of its own, until told to end."""
     while (job := jobs.get()) is not None:
         future, move = job
@@ -169,21 +169,23 @@ def work(jobs: Any) -> None:
         except BaseException as error:
             future.set_exception(error)
         del job, future, move  # and with them the memory, until there is another one
+    ended.put(None)
 
 
-def end(jobs: Any, threads: list[threading.Thread], descriptors: list[int]) -> None:
+def end(jobs: Any, ended: Any, threads: list[threading.Thread], descriptors: list[int]) -> None:
     """End the threads once all that was asked of them is done, and close.
 
-    A thread that is still in a call when Python goes away would end the process with SIGABRT, so
-    this runs at exit too. One that hangs for longer than 10 seconds is left.
+    A thread still in a call when Python goes away would end the process with SIGABRT, so this runs
+    at exit too; after 10 seconds it leaves one that hangs. It joins none: the garbage collector may
+    call it while ``threading`` holds a lock that the end of a thread asks for.
     """
-    others = [thread for thread in threads if thread is not threading.current_thread()]
     for _ in threads:
         jobs.put(None)
-    for thread in others:
-        thread.join(10.0)
-    if not any(thread.is_alive() for thread in others):  # none is closed under a call
-        for descriptor in descriptors:
+    with contextlib.suppress(queue.Empty):
+        for thread in threads:
+            if thread.is_alive() and thread.ident != threading.get_ident():
+                ended.get(timeout=10.0)
+        for descriptor in descriptors:  # none is closed under a call
             os.close(descriptor)
 
 
