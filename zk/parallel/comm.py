@@ -75,9 +75,7 @@ class Comm:
             works = [dist.broadcast(p, group=group, group_src=r, async_op=True) for r, p in pairs]
         return full, Collective(self, about, works)
 
-    def reduce_scatter(
-        self, about: str, bucket: Tensor, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def reduce_scatter(self, about: str, bucket: Tensor, dtype: Any = None) -> Tensor:
         """This rank's part (n,) of the mean of all ranks' ``bucket`` (size * n,), in ``dtype`` or its.
 
         Summed in fp32 in the order of ranks and rounded once: the bits depend on nothing else.
@@ -117,7 +115,9 @@ class Comm:
         """Give all ranks the first one's ``values``."""
         if self.size > 1:
             with self.named("broadcast", about):
-                dist.broadcast(values, group=self.group_for(values), group_src=0)
+                whole = values.contiguous()  # NCCL takes no other
+                dist.broadcast(whole, group=self.group_for(values), group_src=0)
+                values.copy_(whole)
 
     def group_for(self, values: Tensor) -> Group:
         """The group that takes ``values``: NCCL takes those on devices only."""

@@ -33,9 +33,9 @@ STEP, BEGIN = 0.0, 1.0
 class Reducer:
     def __init__(self, comm: Comm, listeners: tuple[Callable[[UnitStore], Any], ...]) -> None:
         self.comm, self.listeners = comm, listeners
-        self.waiting: dict[UnitStore, int] = {}  # trained units, and gradients that are missing
-        self.order: list[tuple[UnitStore, int]] = []  # and after how many gathers
-        self.expected: list[UnitStore] = []  # what the pass before gathered
+        self.waiting = dict[UnitStore, int]()  # trained units, and gradients that are missing
+        self.order = list[tuple[UnitStore, int]]()  # and after how many gathers
+        self.expected = list[UnitStore]()  # what the pass before gathered
         self.syncs, self.num_local = True, 0  # passes since the last one that reduced
         self.scaler = LossScaler(None)
         self.loss_scale = 1.0  # of what is in ``param.grad``
@@ -46,8 +46,8 @@ class Reducer:
         """Begin a pass, and forget one that an error has cut short."""
         self.waiting = {store: len(store.unit.params) for store in self.waiting}
         self.position = 0  # in ``order``
-        self.gathers: list[UnitStore] = []
-        self.whole_at: dict[UnitStore, float] = {}  # gathers before; and, as millionths, units
+        self.gathers = list[UnitStore]()
+        self.whole_at = dict[UnitStore, float]()  # gathers before; and, as millionths, units
         self.has_begun = False  # ranks have met at BEGIN
 
     def add(self, store: UnitStore) -> None:
