@@ -130,12 +130,15 @@ def test_what_the_drive_refuses_is_raised_by_name_to_each_who_waits(call: str, n
     file.close()
 
 
-def test_waiting_is_bounded_and_says_for_what(tmp_path: Path, faults: Faults) -> None:
+def test_waiting_is_bounded_and_says_for_what(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     file = File([tmp_path], ALIGN, timeout_s=0.05)
     faults.answers.clear()
     request = file.read_async(aligned(ALIGN))
     with pytest.raises(TimeoutError, match=r"read of 4096 bytes at offset 0 of .* has not ended after 0\.05 s"):
         request.wait()
+    monkeypatch.setattr(file_module, "PATIENCE_S", 0.05)
+    file.close()
+    os.fstat(file.descriptors[0])  # it is not closed under a call
     faults.answers.set()
     while not request.done:
         time.sleep(0.001)

@@ -32,6 +32,7 @@ from zk.memory import aligned, round_up
 
 ALIGN = 4096  # what O_DIRECT asks of addresses, offsets and sizes on every drive in use
 BLOCK_NBYTES, THREADS = 4 << 20, 4
+PATIENCE_S = 10.0  # with a thread that is to end
 NO_RESERVATION = errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS  # EINVAL: of no bytes, too
 SYSTEM: Any = os  # whose calls move bytes, each within one block; tests make them fail
 
@@ -176,15 +177,16 @@ def end(jobs: Any, ended: Any, threads: list[threading.Thread], descriptors: lis
     """End the threads once all that was asked of them is done, and close.
 
     A thread still in a call when Python goes away would end the process with SIGABRT, so this runs
-    at exit too; after 10 seconds it leaves one that hangs. It joins none: the garbage collector may
+    at exit too; one that hangs is left after PATIENCE_S. It joins none: the garbage collector may
     call it while ``threading`` holds a lock that the end of a thread asks for.
     """
+    me = threading.get_ident()
+    others = [thread for thread in threads if thread.is_alive() and thread.ident != me]
     for _ in threads:
         jobs.put(None)
     with contextlib.suppress(queue.Empty):
-        for thread in threads:
-            if thread.is_alive() and thread.ident != threading.get_ident():
-                ended.get(timeout=10.0)
+        for _ in others:
+            ended.get(timeout=PATIENCE_S)
         for descriptor in descriptors:  # none is closed under a call
             os.close(descriptor)
 

@@ -50,16 +50,10 @@ class Reducer:
         self.whole_at = dict[UnitStore, float]()  # gathers before; and, as millionths, units
         self.has_begun = False  # ranks have met at BEGIN
 
-    def add(self, store: UnitStore) -> None:
-        """Reduce a unit from now on: before those added earlier, unless gathers come between."""
-        self.waiting[store] = len(store.unit.params)
-        if self.comm.size > 1 and not store.is_partitioned:
-            self.order.insert(0, (store, 0))
-
     def forget(self, store: UnitStore) -> None:
         """Reduce a unit no more."""
         self.waiting.pop(store, None)
-        self.order.clear()
+        self.order = [entry for entry in self.order if entry[0] is not store]
 
     def on_whole(self, store: UnitStore) -> None:
         """All gradients of a unit are there: collect it, and reduce what is due."""
@@ -75,7 +69,7 @@ class Reducer:
         at = len(self.gathers)
         if self.syncs and self.comm.size > 1:
             self.reduce_due(are_whole=False)
-            if self.position == len(self.order):
+            if self.position == len(self.order) < len(self.waiting):
                 self.reduce_whole()
         self.gathers.append(store)
         if self.expected[at : at + 1] != [store]:

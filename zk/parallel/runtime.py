@@ -73,7 +73,7 @@ class Runtime:
                 partial(self.after_forward, store),
             )
         if unit.is_trained:
-            self.reducer.add(store)
+            self.reducer.waiting[store] = len(unit.params)
             # weak, as the garbage collector does not see what a tensor's hooks refer to
             weak: Any = weakref.ref(self)
             its: Any = weakref.ref(store)
