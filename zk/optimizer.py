@@ -345,7 +345,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return torch.tensor(norm, dtype=torch.float32, device=self._layout.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """States in torch's own format, whole, with fp32 "master"s. Call it on all ranks."""
+        """States in torch's own format, whole, with fp32 "master"s. Call it on all ranks.
+
+        They are on the device only if they rest there.
+        """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._settle()

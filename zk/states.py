@@ -36,7 +36,8 @@ def states_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
         for index, count in enumerate(store.steps):
             if count:
                 numbers = store.rule.numbers(store.groups[index], count)
-                values = {kind: store.whole(kind, index) for kind in kept}
+                where = store.states[0].device  # the device may be too small for all
+                values = {kind: store.whole(kind, index).to(where) for kind in kept}
                 states[order[store.unit.params[index]]] = copy.deepcopy(numbers) | values
     groups = [
         group | {"params": [order[param] for param in group["params"]]}

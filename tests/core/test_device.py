@@ -191,7 +191,7 @@ def test_parameters_are_those_of_loaded_masters_at_once() -> None:
         saved, want = optimizer.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
         train(model, optimizer)
         optimizer.load_state_dict(saved)
-        assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
+        assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items()) and saved["state"][0]["master"].is_cpu
 
 
 # ---- what moves to a device, and what fits there --------------------------------------------------------------------------------------------
