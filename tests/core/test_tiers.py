@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import mmap
 import os
 import random
 from pathlib import Path
@@ -207,17 +208,20 @@ def test_any_order_of_what_a_user_does_gives_the_same_bits(late: None, tmp_path:
 # ---- memory -------------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_memory_is_used_again_once_its_last_view_is_gone() -> None:
+def test_memory_is_used_again_once_its_last_view_is_gone_and_large_memory_has_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     memory.trim()
     first = memory.empty(50_000, torch.float32, CPU)
     view, address = first[10:20], first.data_ptr()
-    assert address % 4096 == 0
+    assert address % 4096 == memory.zeros(4096, torch.uint8, CPU).data_ptr() % 4096 == 0
     del first
-    other = memory.empty(50_000, torch.float32, CPU)
-    assert other.data_ptr() != address  # somebody has a view of it
+    assert memory.empty(50_000, torch.float32, CPU).data_ptr() != address  # somebody has a view of it
     del view
     assert memory.empty(100_000, torch.bfloat16, CPU).data_ptr() == address  # of the same bytes, whatever they are
+    advised = list[int]()
+    note = {"madvise": lambda region, what: advised.append(len(region) * (what == mmap.MADV_HUGEPAGE))}
+    monkeypatch.setattr(memory.mmap, "mmap", type("Region", (mmap.mmap,), note))
+    assert not any(memory.aligned(nbytes).any() for nbytes in (memory.HUGE - 1, memory.HUGE)) and max(advised) == sum(advised) == memory.HUGE
 
 
 def test_host_memory_is_not_copied_by_a_fork_and_reading_it_there_ends() -> None:

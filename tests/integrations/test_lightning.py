@@ -261,8 +261,7 @@ def test_two_ranks_train_what_stock_ddp_trains_and_one_resumes_from_them(tmp_pat
 def test_the_example_learns_with_the_other_package_too(tmp_path: Path) -> None:
     pytest.importorskip("pytorch_lightning")
     text = (ROOT / "examples" / "lightning_gpt.py").read_text()
-    assert "import lightning as L" in text
     (tmp_path / "example.py").write_text(text.replace("import lightning as L", "import pytorch_lightning as L"))
-    done = run(str(tmp_path / "example.py"), "--steps", "30", check=True)
-    first, last = (float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line)
+    done = run(str(tmp_path / "example.py"), "--steps", "30", check=True).stdout
+    first, last = (float(line.split()[-1]) for line in done.splitlines() if "loss" in line and "import lightning as L" in text)
     assert last < first - 0.5
