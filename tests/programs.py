@@ -110,7 +110,6 @@ class Program:
         return self.returncode
 
     def communicate(self, timeout: float = 300.0) -> tuple[str, str]:
-        """All that it still prints, once it has ended."""
         with ThreadPoolExecutor(2) as readers, self.stdout, self.stderr:
             said = [readers.submit(stream.read) for stream in (self.stdout, self.stderr)]
             try:

@@ -533,7 +533,6 @@ class Rank:
         self.promised, self.is_saving = max(self.promised, self.pending), False
 
     def act(self, act: str) -> None:
-        """Save, or move to the next life."""
         if act == "move by state_dict":
             states = self.optimizer.state_dict()
             self.synced()

@@ -112,7 +112,6 @@ class Run:
         self.descend(self.loss())
 
     def descend(self, loss: Tensor, **kwargs: Any) -> None:
-        """loss.backward(), with the loss scale."""
         backward = self.optimizer.backward if isinstance(self.optimizer, zk.ZeroOptimizer) else Tensor.backward
         backward(loss, **kwargs)
 
@@ -121,7 +120,6 @@ class Run:
         self.optimizer.zero_grad()
 
     def see(self, value: Any) -> None:
-        """Note a value that must be the same."""
         self.seen.append(float(value))
 
 

@@ -396,6 +396,11 @@ def test_gather_shows_and_changes_what_was_assigned(stage: int) -> None:
         assert grad.eq(3).all()
     optimizer.step()
     assert torch.equal(optimizer.consolidated_state_dict()["weight"], before - 3)
+    with zk.gather(model.weight, kind="master", write=True) as (master,):
+        master.fill_(5)
+    assert stage == 3 or model.weight.eq(5).all()  # at once
+    with pytest.raises(ValueError, match="a parameter has no 'exp_avg': it has param, grad, master"), zk.gather(model.weight, kind="exp_avg"):
+        pytest.fail("there are no moments")
 
 
 def test_what_is_gathered_shows_what_is_written_and_a_step_that_is_made_inside(tmp_path: Path) -> None:
@@ -499,7 +504,6 @@ def test_states_come_from_torch_in_mid_training_and_go_back_bit_for_bit(kind: st
 @pytest.mark.usefixtures("torch_engine")
 @pytest.mark.parametrize("kind", ("AdamW", "RMSprop", "NAdam", "Adagrad"))
 def test_states_of_a_parameter_without_dimensions_are_no_counters(kind: str) -> None:
-    """A temperature, CLIP's logit_scale."""
 
     def trained(begun: Any = None) -> tuple[nn.Module, Any]:
         torch.manual_seed(0)

@@ -169,14 +169,17 @@ def test_the_loss_is_scaled_where_parameters_are_fp16(own: str, dtype: str | Non
 
 
 def scales_of(overflows: list[bool], **rule: Any) -> list[float]:
-    """The loss scale after each step."""
+    """The loss scale after each step, from which another optimizer resumes."""
     model = nn.Linear(2, 2)
     optimizer, scales = wrap(model, loss_scale=zk.DynamicLossScale(**rule)), []
     for overflow in overflows:
         optimizer.backward(model(torch.ones(1, 2)).sum() * (torch.nan if overflow else 1.0))
         optimizer.step()
-        optimizer.zero_grad()
-        scales.append(optimizer.state_dict()["loss_scale"]["scale"])
+        states = optimizer.state_dict()
+        optimizer.close()
+        optimizer = wrap(model, loss_scale=zk.DynamicLossScale(**rule))
+        optimizer.load_state_dict(states)
+        scales.append(states["loss_scale"]["scale"])
     return scales
 
 

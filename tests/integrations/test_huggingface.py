@@ -216,7 +216,6 @@ def test_lora_trains_resumes_and_saves_all_adapters_alone(tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_of_the_plain_trainer_is_resumed_by_a_model_without_memory_too(tmp_path: Path) -> None:
-    """With checkpointed blocks."""
     more = {"gradient_checkpointing": True}
     plain = trained(Trainer, "llama", tmp_path, more=more)
     shutil.rmtree(tmp_path / f"checkpoint-{STEPS}")

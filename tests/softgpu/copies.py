@@ -48,7 +48,6 @@ class Copy:
             ctypes.memmove(self.target, self.source, self.nbytes)
 
     def land(self) -> None:
-        """Do it in host memory as well, once."""
         if self.landed:
             return
         self.landed = True

@@ -158,7 +158,6 @@ class Point:
             join(queue.clock, self.clock)
 
     def done(self) -> bool:
-        """Whether the host knows that it has passed."""
         with LOCK:
             return all(HOST.get(serial, 0) >= count for serial, count in self.clock.items())
 
