@@ -1,6 +1,6 @@
 """A Trainer with one of zk's strategies ends where the stock Trainer ends, and resumes there.
 
-The CPU update is the engine whose bits are torch's. Losses then differ by nothing in fp32, by 1e-6
+The CPU update is the engine whose bits are torch's. Losses then differ by nothing in fp32, by 3e-6
 with clipping (torch sums the norm in fp32) or another order of sums over ranks, and by 5e-3 under
 bf16-mixed, where zk rounds norms and biases to bf16 and the stock Trainer does not.
 """
@@ -251,7 +251,7 @@ def test_two_ranks_train_what_stock_ddp_trains_and_one_resumes_from_them(tmp_pat
     for found in (first, second):
         for strategy in (*OURS, NVME):
             for ours, ddp in zip(found[strategy], found["ddp"], strict=True):
-                assert ours == pytest.approx(ddp, abs=1e-6, rel=0), strategy
+                assert ours == pytest.approx(ddp, abs=3e-6, rel=0), strategy
         assert found["resumed"][0] == found["resumed"][1]
     assert len(fit("zk_stage_2", 5, ckpt=tmp_path / "at.ckpt", seed=4).losses) == 2
     plain = Language.load_from_checkpoint(tmp_path / "two.ckpt")  # saved after fit: a plain file
