@@ -282,8 +282,8 @@ def place_buffers(model: nn.Module, device: torch.device, moves: bool, comm: Com
     """Give all ranks the first one's buffers, and move them to ``device``."""
     for name, buffer in model.named_buffers():
         if comm.size > 1 and buffer.numel():
-            values = buffer.to(device, memory_format=torch.contiguous_format, copy=True)
-            comm.broadcast(name, values.reshape(-1).view(torch.uint8))
+            values = buffer.to(device, copy=True)
+            comm.broadcast(name, values)
             buffer.data = torch.empty_like(buffer).copy_(values)  # of its own, if it was expanded
         if moves:
             buffer.data = buffer.to(device)

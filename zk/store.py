@@ -72,7 +72,7 @@ class UnitStore:
                 if view.data_ptr() != param.data_ptr():
                     view.copy_(param.detach())
                     param.data = view  # what it was is free
-        layout.comm.broadcast(unit.name, values.view(torch.uint8))  # which every backend sends
+        layout.comm.broadcast(unit.name, values)
         with layout.comm.together(f"placing {unit.name!r}"):
             full = self.place(values)
         self.full: Any = None

@@ -6,8 +6,6 @@ DDP gives them before each forward. Every optimizer has it. Uses of the core: th
 
 from typing import Any
 
-import torch
-
 from zk.addon import Addon
 
 
@@ -36,9 +34,7 @@ class Buffers(Addon):
         for name in sorted(here):
             alike = all(others.get(name) == shapes[name] for _, others in said)
             if alike and module_of(name) in self.written:
-                values = here[name].detach().contiguous()
-                comm.broadcast(name, values.reshape(-1).view(torch.uint8))
-                here[name].data.copy_(values)
+                comm.broadcast(name, here[name].data)
         if self.before is None:  # all of them were shared, as any may have been written
             self.before, self.written = now, set()
 

@@ -112,11 +112,11 @@ class Comm:
         return said
 
     def broadcast(self, about: str, values: Tensor) -> None:
-        """Give all ranks the first one's ``values``."""
+        """Give all ranks the first one's ``values``, as bytes, which every backend takes."""
         if self.size > 1:
             with self.named("broadcast", about):
-                whole = values.contiguous()  # NCCL takes no other
-                dist.broadcast(whole, group=self.group_for(values), group_src=0)
+                sent = (whole := values.contiguous()).view(-1).view(torch.uint8)
+                dist.broadcast(sent, group=self.group_for(values), group_src=0)
                 values.copy_(whole)
 
     def group_for(self, values: Tensor) -> Group:

@@ -82,6 +82,7 @@ class Reducer:
                 return
             self.meet()
             self.position += 1
+            store.grad.collect()
             self.reduce(store)
 
     def reduce_whole(self) -> None:
@@ -101,7 +102,6 @@ class Reducer:
 
     @torch.no_grad()
     def reduce(self, store: UnitStore) -> None:
-        store.grad.collect()
         store.grad.reduce(self.dtype)
         for reduced in self.listeners:
             reduced(store)
@@ -142,9 +142,9 @@ class Reducer:
 
     def finish(self, in_order: bool = True) -> None:
         """END: reduce what is left."""
+        self.collect_rest()
         for store, _ in self.order[self.position :] if in_order else ():
             self.reduce(store)
-        self.collect_rest()
         for store in self.rest():
             self.reduce(store)
         self.num_local = 0
