@@ -14,7 +14,7 @@ train: $(READY)
 # on the host, and on two CUDA devices that are software (tests/softgpu); in three processes, as tests wait too, a file in one of them; in one: make test ARGS="-n 0"
 test: test-host test-device
 
-PYTEST := -m pytest -n 3 --dist loadfile -p no:benchmark
+PYTEST := -m pytest -n 3 --dist loadfile -p no:benchmark -p tests.threads
 
 test-host: $(READY)
 	$(BIN)/python $(PYTEST) $(ARGS)

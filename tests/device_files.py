@@ -1,12 +1,6 @@
 """Test files for devices: those that the software GPU's plugin collects, and a run without a GPU leaves out."""
 
-WHOLE = (
-    "core/test_device.py",
-    "softgpu/test_softgpu.py",
-    "test_checkpoint_device.py",
-    "test_kernels.py",
-    "test_launches.py",
-)
+WHOLE = ("core/test_device.py", "softgpu/test_softgpu.py", *("test_checkpoint_device.py", "test_kernels.py", "test_launches.py"))
 # the tests marked ``device`` or ``device_only``: those that execute lines for CUDA which no other does. The rest of these files takes minutes
 IN_PART = (
     "addons/test_accumulation.py",
@@ -18,12 +12,8 @@ IN_PART = (
     "addons/test_parked.py",
     "addons/test_update_on.py",
     "addons/test_whole.py",
-    "core/test_nn_activations.py",
-    "core/test_nn_deferred.py",
-    "core/test_nn_tiled_linear.py",
-    "integrations/test_accelerate.py",
-    "integrations/test_huggingface.py",
-    "integrations/test_lightning.py",
+    *("core/test_nn_activations.py", "core/test_nn_deferred.py", "core/test_nn_tiled_linear.py"),
+    *("integrations/test_accelerate.py", "integrations/test_huggingface.py", "integrations/test_lightning.py"),
     "test_deepspeed.py",
     "test_train.py",
 )

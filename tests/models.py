@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import zk
 from zk.offload.drive import Drive
 from zk.offload.tiers import Tier
 
@@ -108,6 +110,11 @@ def gpt(variant: str = "plain", layers: int = 2) -> GPT:
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2, **options)
+
+
+def wrap(model: nn.Module, path: Path | None = None, **options: Any) -> zk.ZeroOptimizer:
+    drive = {"nvme_path": path} if "nvme" in options.values() else {}
+    return zk.ZeroOptimizer(model, adamw(model), **options, **drive)
 
 
 def loss_of(model: nn.Module, ids: Tensor, **kwargs: bool) -> Tensor:

@@ -5,6 +5,7 @@ are left to the system: tests of imports, of shared pages and of the interpreter
 """
 
 import atexit
+import multiprocessing
 import os
 import runpy
 import signal
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tests.world import processes
+from tests.world import inherit, processes
 
 ROOT = Path(__file__).parent.parent
 
@@ -45,6 +46,8 @@ def _main(arguments: tuple[str, ...], environment: dict[str, str], stdout: Conne
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start programs of its own
+    inherit()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background has them ignore Ctrl-C
     for number, stream in ((1, stdout), (2, stderr)):
         os.dup2(stream.fileno(), number)
@@ -96,6 +99,9 @@ class Program:
     @property
     def returncode(self) -> int | None:
         return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
 
     def send_signal(self, number: int = signal.SIGKILL) -> None:
         if self.returncode is None:

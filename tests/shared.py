@@ -7,21 +7,20 @@ import os
 
 gc.disable()  # for as long as this takes
 said = os.dup(2)
-os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what packages lack here is heard where they are tested
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what packages lack here, and ranks warn of, is heard where it is tested
 
-if os.environ.get("ZK_SOFTGPU") != "1":  # (whose ranks use none of these)
-    import bitsandbytes
-    import peft
-    import transformers.trainer
-
+import bitsandbytes
 import hypothesis
 import numba.np.arraymath
 import numba.typed
 import numpy.ma
+import peft
 import pytest
 import torch._dynamo
 import torch.distributed.fsdp
 import torch.profiler._cupti_monitor
+import torchmetrics.functional
+import transformers.trainer
 import triton.compiler.code_generator
 
 import zk.checkpoint
@@ -29,8 +28,6 @@ import zk.optimizer
 
 numba.njit(lambda array: array[0]).compile((numba.float32[::1],))  # with the first function numba sets itself up: a tenth of a second of each rank
 
-os.dup2(said, 2)
-os.close(said)
 gc.enable()
 gc.collect()
 gc.freeze()  # ranks neither look through a million objects of torch, nor copy the pages that have them

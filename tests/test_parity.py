@@ -36,10 +36,7 @@ ALONE = [
     for stage in (0, 1, 2, 3)
     for (at, tier), (number, dtype) in itertools.product(enumerate(TIERS), enumerate(DTYPES))
 ]
-OVERLAPPED = [
-    Case(stage=3, dtype="bf16", overlap_step=True),
-    Case(stage=3, dtype="bf16", model="tied", tier="nvme", overlap_step=True),
-]
+OVERLAPPED = [Case(stage=3, dtype="bf16", overlap_step=True), Case(stage=3, dtype="bf16", model="tied", tier="nvme", overlap_step=True)]
 # beyond AdamW: parameters of one unit with other step counts each; masters, gradients that are clipped; slices that begin anywhere.
 # A branch is used at the second step and at the fifth one.
 OPTIMIZERS = [

@@ -265,6 +265,7 @@ run.optimizer.zero_grad(set_to_none=False)
 if run.step != 2: run.backward()
 == pass == run.finish()
 # list_unused_parameters
+if run.step == 1: run.model.blocks[1].down.register_forward_pre_hook(lambda _, given: (given[0].detach(),))  # half of a block
 run.descend(run.model.encode(run.batch(8)).square().mean())
 for param in params: run.see(param.grad is None)
 # hooks_of_a_parameter | ALONE

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
 from execnet.gateway_base import Popen2IO
 
-from tests.world import processes
+from tests.world import inherit, processes
 
 
 def serve(reader: Connection, writer: Connection, environment: dict[str, str]) -> None:
-    """Do what ``python -c`` does with what execnet says first, and start ranks from the process that this one is forked from."""
+    """Do what ``python -c`` does with what execnet says first."""
     os.environ.clear()
     os.environ.update(environment)
-    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    inherit()
+    from tests import shared  # imported in what this one is forked from
+
+    os.dup2(shared.said, 2)
     for number, stream in enumerate((reader, writer)):
         os.dup2(stream.fileno(), number)
         stream.close()

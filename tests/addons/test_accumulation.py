@@ -162,14 +162,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "in two parts": gpt() | BF16 | {"parts": True},
     "inputs on the host": gpt() | BF16 | {"keep": "host"},
     "overflow": gpt() | FP16 | {"loss": lambda model, ids: loss_of(model, ids) * 1e30},
-    "dropout": {},
+    "dropout": {"announce": True},
     **{what: {"make": partial(Dropped, what)} for what in ("residual", "twice", "flagged")},
     "two calls": {"loss": two_calls},
     "backward": {"overlap_step": "backward", "stage": 1},
     "in autocast": {"around": True},
     "with autocast in it": {"loss": in_autocast},
     "a tensor in an object": {"make": lambda: Of(InAnObject)},
-    "experts": {"make": mixture, "loss": lambda model, x: squares(model, x.repeat(1, 2)), "units": ["0", "1"], "experts": True, "announce": True},
+    "experts": {"make": mixture, "loss": lambda model, x: squares(model, x.repeat(1, 2)), "units": ["0", "1"], "experts": True},
 }
 ON_DEVICE = {"in autocast", "nvme", "overlap", "inputs on the host", "after a backward", "residual", "backward"}
 

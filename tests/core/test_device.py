@@ -16,7 +16,7 @@ import zk
 from tests import softgpu
 from tests.core.test_placement import GIB, free
 from tests.core.test_tiers import walk
-from tests.models import DEVICE, GPT, adamw, batch, gpt, loss_of, small_chunks, train
+from tests.models import DEVICE, GPT, adamw, batch, gpt, loss_of, small_chunks, train, wrap
 from tests.parity import Case, run_case
 from tests.world import run_world
 from zk import memory
@@ -195,10 +195,6 @@ def test_parameters_are_those_of_loaded_masters_at_once() -> None:
 
 
 # ---- what moves to a device, and what fits there --------------------------------------------------------------------------------------------
-
-
-def wrap(net: nn.Module, **options: Any) -> zk.ZeroOptimizer:
-    return zk.ZeroOptimizer(net, adamw(net), num_threads=1, **options)
 
 
 @pytest.mark.parametrize("options", [{"stage": 2}, {"stage": 3, **HOST}])

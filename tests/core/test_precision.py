@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zk
-from tests.models import adamw, descend
+from tests.models import descend, wrap
 from zk.addons import checked
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
@@ -21,11 +21,6 @@ TIERS: tuple[dict[str, Any], ...] = (
     {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
 )
 each_tier = pytest.mark.parametrize("options", TIERS, ids=lambda options: "-".join(map(str, options.values())))
-
-
-def wrap(model: nn.Module, path: Path | None = None, **options: Any) -> zk.ZeroOptimizer:
-    drive = {"nvme_path": path} if "nvme" in options.values() else {}
-    return zk.ZeroOptimizer(model, adamw(model), num_threads=1, **options, **drive)
 
 
 def drawn(step: int) -> Tensor:

@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zk
-from tests.models import DEVICE, descend
+from tests.models import DEVICE, descend, wrap
 from tests.plain import mean_of_ranks
 from tests.programs import Program, rank_of
 from tests.world import call, free_port, run_world
-from zk import ZeroOptimizer
 from zk.parallel.comm import Comm
 from zk.parallel.gradient import in_backward
 
@@ -163,10 +162,6 @@ def plain_masters(stage: int, dtype: torch.dtype, scale: float) -> list[list[Ten
             found[0].append([master.detach().cpu().clone() for master in masters])
     dist.broadcast_object_list(found, 0)
     return found[0]
-
-
-def wrap(model: nn.Module, **options: Any) -> ZeroOptimizer:
-    return ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
 
 
 def train(case: tuple[int, torch.dtype, dict[str, Any]]) -> str:

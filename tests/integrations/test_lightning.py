@@ -8,6 +8,7 @@ bf16-mixed, where zk rounds norms and biases to bf16 and the stock Trainer does 
 import functools
 import logging
 import os
+import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import zk
 from tests.models import DEVICE, GPT, adamw, batch, gpt, loss_of
 from tests.plain import train_plain
-from tests.programs import run
+from tests.programs import Program, run
 
 L = pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint  # noqa: E402
@@ -230,6 +231,7 @@ def on_rank(folder: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     found: dict[Any, Any] = {}
+    subprocess.Popen = lambda command, env, cwd: Program(*command[1:], env=env)  # type: ignore[assignment, misc]
     for strategy in ("ddp", *OURS, NVME):
         module = fit(strategy, 4, devices=2, gradient_clip_val=0.3, accumulate_grad_batches=2)
         weights = torch.cat([param.detach().flatten() for param in module.parameters()])
@@ -243,9 +245,9 @@ def on_rank(folder: Path) -> None:
 
 
 def test_two_ranks_train_what_stock_ddp_trains_and_one_resumes_from_them(tmp_path: Path) -> None:
-    (tmp_path / "ranks.py").write_text(f"import pathlib, tests.integrations.test_lightning as t\nt.on_rank(pathlib.Path({str(tmp_path)!r}))")
-    environment = {**os.environ, "ZK_CPU_ADAM": "torch", "PYTHONPATH": str(ROOT)}  # Lightning starts the second one as a script
-    run(str(tmp_path / "ranks.py"), env=environment, timeout=600, check=True)
+    program = f"from tests.integrations import test_lightning as t\nif __name__ == '__main__': t.on_rank(t.Path({str(tmp_path)!r}))"
+    (tmp_path / "ranks.py").write_text(program)
+    run(str(tmp_path / "ranks.py"), env={**os.environ, "ZK_CPU_ADAM": "torch"}, check=True)  # Lightning starts the second one as a script
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     assert first["ddp"][0] != second["ddp"][0]  # each its own data
     for found in (first, second):

@@ -11,10 +11,6 @@ from pathlib import Path
 
 import pytest
 
-# Before torch is loaded, here and in what inherits these: autograd's thread of a device keeps the number of threads that it began with,
-# whatever a test sets later, and another number sums in another order.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import tests.threads  # noqa: F401
 from tests import softgpu
 from tests.device_files import IN_PART, WHOLE
