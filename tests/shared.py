@@ -7,7 +7,8 @@ import os
 
 gc.disable()  # for as long as this takes
 said = os.dup(2)
-os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what packages lack here, and ranks warn of, is heard where it is tested
+for number in (1, 2):
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # what packages lack here, and ranks print, is heard where it is tested
 
 import bitsandbytes
 import hypothesis

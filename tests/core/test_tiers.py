@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("torch_engine")
 @pytest.fixture
 def late(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Transfers take their time, each another one, into memory that holds no value until then."""
-    read, faults.is_late = File.read_async, True
+    read, faults.late_s = File.read_async, 2e-3
     monkeypatch.setattr(File, "read_async", lambda self, tensor, offset=0: read(self, tensor.fill_(255), offset))
 
 
@@ -107,17 +107,19 @@ def test_the_drive_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert reads[False] > 9 * reads[True]
 
 
-def test_a_read_ahead_does_not_reach_what_comes_after_it_and_what_is_open_stays(late: None, tmp_path: Path) -> None:
-    descriptors = os.listdir("/proc/self/fd")
+def test_a_read_ahead_does_not_reach_what_comes_after_it_and_what_is_open_stays(late: None, faults: Faults, tmp_path: Path) -> None:  # noqa: F811
+    descriptors, faults.late_s = os.listdir("/proc/self/fd"), 8e-3
     drive = Drive([str(tmp_path)], CPU)
     chunk, *_, other = chunks = drive.chunks({"grad": torch.float32}, [1 << 16] * 6)
-    for value in range(3):
+    evict = lambda: [other.open() and other.close(changed=False) for other in chunks[1:]]  # noqa: E731
+    for value in range(16):
         chunk.put("grad", torch.full((1 << 16,), float(value)))
+        for _ in range(value % 2 * 2):  # as it was put, and as it was written
+            assert chunk.open()["grad"].eq(value).all()
+            chunk.close(changed=False)
+            evict()
         chunk.drop()
         chunk.fetch()
-    chunk.put("grad", torch.full((1 << 16,), 3.0))
-    assert chunk.open()["grad"].eq(3).all()
-    chunk.close(changed=False)
     for value in range(4, 7):
         chunk.drop()
         chunk.fetch()
@@ -127,11 +129,9 @@ def test_a_read_ahead_does_not_reach_what_comes_after_it_and_what_is_open_stays(
         other.close(changed=False)
         other.drop()
     chunk.open()["grad"].fill_(8)  # others take the buffers of those that are not in use
-    for other in chunks[1:]:
-        other.open()
-        other.close(changed=False)
+    evict()
     chunk.close(changed=True)
-    chunk.drop()
+    evict()
     assert chunk.open()["grad"].eq(8).all()
     drive.close()
     assert os.listdir("/proc/self/fd") == descriptors

@@ -58,7 +58,7 @@ class FileChunk(HostChunk):
         if self.tier.acquire(self, must):
             self.lay_out()
             request = self.tier.file.read_async(self.buffer[: self.nbytes], self.offset)
-            self.in_flight = [(ALL, request)]
+            self.note(request)
         return self.buffer is not None
 
     def open(self, part: slice = ALL) -> Fields:
