@@ -34,14 +34,15 @@ class Faults:
     """System calls that fail, stall, come late and come up short as told."""
 
     def __init__(self) -> None:
-        self.short, self.zero, self.late_s, self.random = 0.0, False, 0.0, Random(0)
+        self.short, self.zero, self.is_late, self.random = 0.0, False, False, Random(0)
         self.change = -1  # the byte of what is read that is another one
         self.fail: dict[str, list[int]] = {}  # call -> errnos to raise, one for each call, 0 to succeed
         self.lock, self.answers = threading.Lock(), threading.Event()
         self.answers.set()
 
     def before(self, name: str, buffers: list[memoryview]) -> memoryview:
-        time.sleep(self.random.random() * self.late_s)
+        if self.is_late:
+            time.sleep(self.random.random() * 2e-3)
         with self.lock:
             number = self.fail[name].pop(0) if self.fail.get(name) else 0
         self.answers.wait()

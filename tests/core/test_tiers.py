@@ -5,6 +5,7 @@ import gc
 import mmap
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("torch_engine")
 @pytest.fixture
 def late(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Transfers take their time, each another one, into memory that holds no value until then."""
-    read, faults.late_s = File.read_async, 2e-3
+    read, faults.is_late = File.read_async, True
     monkeypatch.setattr(File, "read_async", lambda self, tensor, offset=0: read(self, tensor.fill_(255), offset))
 
 
@@ -108,7 +109,8 @@ def test_the_drive_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_read_ahead_does_not_reach_what_comes_after_it_and_what_is_open_stays(late: None, faults: Faults, tmp_path: Path) -> None:  # noqa: F811
-    descriptors, faults.late_s = os.listdir("/proc/self/fd"), 8e-3
+    descriptors, write = os.listdir("/proc/self/fd"), faults.pwritev
+    faults.pwritev = lambda *given: (time.sleep(faults.random.random() * 2e-2), write(*given))[1]  # type: ignore[method-assign]
     drive = Drive([str(tmp_path)], CPU)
     chunk, *_, other = chunks = drive.chunks({"grad": torch.float32}, [1 << 16] * 6)
     evict = lambda: [other.open() and other.close(changed=False) for other in chunks[1:]]  # noqa: E731
@@ -118,6 +120,7 @@ def test_a_read_ahead_does_not_reach_what_comes_after_it_and_what_is_open_stays(
             assert chunk.open()["grad"].eq(value).all()
             chunk.close(changed=False)
             evict()
+            time.sleep(3e-2)  # until a write that nobody waits for has ended, too
         chunk.drop()
         chunk.fetch()
     for value in range(4, 7):
