@@ -27,6 +27,12 @@ def test_what_is_large_outside_of_blocks_is_a_unit_of_its_own_if_it_is_not_share
         assert train(model, optimizer, 3) == want
 
 
+def test_units_that_are_named_are_all_but_the_model() -> None:
+    model = gpt()
+    with zk.ZeroOptimizer(model, adamw(model), stage=3, units=["blocks.0", "norm"]) as optimizer:
+        assert {store.unit.name for store in optimizer._trained} == {"model", "blocks.0", "norm"}
+
+
 def test_forward_begins_with_what_step_has_asked_for_and_backward_with_what_forward_has_kept() -> None:
     model, seen, begin = gpt(), list[Any](), UnitStore.begin_gather
     with mock.patch.object(UnitStore, "begin_gather", lambda store: seen.append(store.unit.name) or begin(store)):
