@@ -49,10 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Take what is imported out of the collector's sight: a million objects of torch, and half a second for each ``gc.collect()``.
-
-    Once, before any test: what one of them still holds must be collected later.
-    """
+    """Take what is imported out of the collector's sight, before any test: half a second for each ``gc.collect()``."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -60,10 +57,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def engine_found_anew() -> Iterator[None]:
-    """The engine of the CPU update is chosen once in a process: what one test chose must not meet ranks that the next one starts.
-
-    Set up before all others, it ends after them: the environment is the process's own again.
-    """
+    """The engine of the CPU update is chosen once in a process: the next test chooses anew. Set up before all others, it ends after them."""
     yield
     if cpu_adam := sys.modules.get("zk.offload.cpu_adam"):
         cpu_adam.default_engine.cache_clear()

@@ -119,10 +119,7 @@ def run_case_with(case: Case, make: Any, plain: Any = None, **options: Any) -> s
 def plain_training(
     model: str, optimizer: str, loss_scale: float, dtype: torch.dtype, world: int, accumulation: int, local: bool, steps: int, clip: float | None
 ) -> tuple[list[float], list[Tensor], dict[int, dict[str, Any]]]:
-    """Losses of rank 0, parameters and the optimizer's state after training in plain torch.
-
-    Computed once for all the stages and tiers that are compared with it, and where there are ranks, by the first one for all of them.
-    """
+    """Losses of rank 0, parameters and states of plain torch, computed once for all stages and tiers; of several ranks, by the first one."""
     found: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.manual_seed(0)

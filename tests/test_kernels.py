@@ -78,8 +78,6 @@ def test_reduce_through_the_public_door_of_memory_that_starts_anywhere():
 
 
 # ---- flatten -----------------------------------------------------------------------------------------------------------------
-
-
 def layout(numels: list[int], align: int) -> tuple[list[int], list[int], int]:
     """The first element of each tensor, first and last of their regions, and the size of it all."""
     offsets, end = [], 0
@@ -207,8 +205,6 @@ def test_adam_of_any_size_touches_nothing_else(numel):
 
 
 # ---- tiled_matmul ------------------------------------------------------------------------------------------------------------
-
-
 def exact(m: int, k: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """a, b, and their product in fp64."""
     draws = torch.Generator().manual_seed(m * k + n)
@@ -262,8 +258,6 @@ def test_tiled_matmul_through_the_public_door_reads_and_writes_slices_and_transp
 
 
 # ---- ops -----------------------------------------------------------------------------------------
-
-
 # One program imports torch once, for a process without triton and for itself.
 FAKE = """
 import os, sys, torch

@@ -124,12 +124,9 @@ NAMES = [name for name in vars(Addon) if not name.startswith("_")]
 
 
 class Seams(types.SimpleNamespace):
-    """The add-ons of one optimizer: for each method a tuple of those that override it.
+    """The add-ons of one optimizer: for each method a tuple of those that override it, or none."""
 
-    A method that nobody overrides is an empty tuple: calling it costs a loop over nothing.
-    """
-
-    def __init__(self, addons: list[Addon]) -> None:
+    def __init__(self, addons: list[Addon]):
         self.addons: list[Addon] = []
         self.add(*addons)
 

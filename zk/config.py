@@ -21,13 +21,9 @@ from zk.logs import require
 from zk.precision import DynamicLossScale
 
 Parser = Callable[[Any, str], Any]  # of a value as users write it, for the option of that name
+PATH = str, os.PathLike
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 DTYPES = {name: dtype for dtype, short in NAMES.items() for name in (short, str(dtype)[6:])}
-SUFFIXES = {"": 1, "b": 1} | {
-    f"{letter}{i}b": base**power
-    for power, letter in enumerate("kmgt", 1)
-    for i, base in (("", 1000), ("i", 1024))
-}
 
 
 def is_count(value: object, least: int = 1) -> bool:
@@ -82,9 +78,9 @@ def parse_nbytes(value: Any, name: str) -> int:
         f"{name} must be a number of bytes above 0, or a string with a unit: '24GiB'; got {value!r}"
     )
     require(isinstance(value, (int, str)) and not isinstance(value, bool), words, TypeError)
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value).lower())
-    number, suffix = found.groups() if found else ("0", "")
-    nbytes = int(float(number) * SUFFIXES.get(suffix, 0))
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(([kmgt]i?)?b)?\s*", str(value).lower())
+    number, suffix, prefix = found.groups("") if found else ("0", "", "")
+    nbytes = int(float(number) * (1024 if prefix[1:] else 1000) ** " kmgt".find(prefix[:1]))
     # "24" alone is more likely GiB than bytes
     require(nbytes >= 1000 or (nbytes and (suffix or isinstance(value, int))), words)
     return nbytes
@@ -92,8 +88,8 @@ def parse_nbytes(value: Any, name: str) -> int:
 
 def parse_paths(value: Any, name: str) -> tuple[str, ...]:
     """One folder or several, as absolute paths; each must be named once."""
-    given = [value] if isinstance(value, (str, os.PathLike)) else value
-    is_path = isinstance(given, Sequence) and all(isinstance(p, (str, os.PathLike)) for p in given)
+    given = [value] if isinstance(value, PATH) else value
+    is_path = isinstance(given, Sequence) and all(p and isinstance(p, PATH) for p in given)
     words = f"{name} must be a path, or a sequence of paths; got {value!r}"
     require(is_path, words, TypeError)
     paths = tuple(os.path.abspath(path) for path in given)
@@ -121,7 +117,7 @@ def parse_modules(value: Any, name: str) -> tuple[str | type[nn.Module], ...]:
 def parse_loss_scale(value: Any, name: str) -> Any:
     """ "auto", a number, or the rule of a dynamic one."""
     scale = DynamicLossScale() if value == "dynamic" else value
-    is_known = scale == "auto" or isinstance(scale, DynamicLossScale) or is_positive(scale)
+    is_known = scale in ("auto", None) or isinstance(scale, DynamicLossScale) or is_positive(scale)
     words = "'auto', 'dynamic', a DynamicLossScale, None or a finite number above 0"
     require(is_known, f"{name} must be {words}; got {value!r}")
     return scale
@@ -209,14 +205,14 @@ class ZeroConfig:
     options: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """Options of registered add-ons; give them by name, as any other."""
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **given: Any):
         given = {**given.pop("options", {}), **given}
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         refuse_unknown(given.keys() - fields.keys() - OPTIONS.keys(), [*fields, *OPTIONS])
         own = {name: value for name, value in given.items() if name in OPTIONS}
         for name, default in fields.items():
             value = own if name == "options" else given.get(name, default)
-            is_read = name in PARSERS and (value is not None or name.endswith("_tier"))
+            is_read = name in PARSERS and value is not default
             object.__setattr__(self, name, PARSERS[name](value, name) if is_read else value)
         self._check_together()
 

@@ -18,7 +18,7 @@ def require(holds: object, message: str, error: type[Exception] = ValueError) ->
 
 def _ranks() -> tuple[int, int]:
     """This rank, and how many there are or will be."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     return (int(rank), int(world)) if rank.isdigit() and world.isdigit() else (0, 1)
@@ -27,7 +27,7 @@ def _ranks() -> tuple[int, int]:
 class _Signed(logging.Filter):
     """Puts ``zk:`` and the rank in front; ``everywhere`` False drops what another rank than the first says."""
 
-    def __init__(self, everywhere: bool) -> None:
+    def __init__(self, everywhere: bool):
         self.everywhere = everywhere
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -22,7 +22,7 @@ WIPE_ON_FORK = 18  # madvise(2): a forked process has zeros there, and the kerne
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 _regions = weakref.WeakSet[mmap.mmap]()  # what forked processes lack
-_free: dict[tuple[int, Any], list[np.ndarray]] = {}  # buffers that nobody uses
+_free: dict[Any, list[np.ndarray]] = {}  # by size and link: buffers that nobody uses
 
 
 def round_up(nbytes: int, multiple: int = mmap.PAGESIZE) -> int:

@@ -42,7 +42,7 @@ class Layout:
 
     def __init__(
         self, model: nn.Module, inners: Inners, config: ZeroConfig, seams: Seams, comm: Comm
-    ) -> None:
+    ):
         self.config, self.seams, self.stage, self.comm = config, seams, config.stage, comm
         self.reducer = Reducer(self.comm, seams.reduced)
         self.reducer.syncs = config.stage != 1
@@ -56,7 +56,7 @@ class Layout:
         self.places: dict[Unit, Place] = {}
         self.tiers = memory_tiers(self.device)
 
-    def units(self, model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]) -> list[Unit]:
+    def units(self, model: nn.Module, dtype_of: Any) -> list[Unit]:
         """The units of a model, in the dtype and on the device that they will have."""
         config, seams, device = self.config, self.seams, self.config.device
         chosen = blocks_of(model) if config.units is None else chosen_blocks(model, config.units)
@@ -127,7 +127,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         optimizer: Optimizers,
         config: ZeroConfig | None = None,
         **options: Any,
-    ) -> None:
+    ):
         connect()
         group = options.get("process_group", getattr(config, "process_group", None))
         comm = Comm(ZeroConfig(process_group=group).process_group)
@@ -219,10 +219,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def synchronize(self) -> None:
-        """Wait for all that is in flight, and take in what users have written to parameters.
-
-        RuntimeError if states are not of one step.
-        """
+        """Wait for all in flight, and take in what users wrote; RuntimeError for torn states."""
         self._settle()
         for synchronized in self._seams.synchronized:
             synchronized()
@@ -270,8 +267,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "back, or close() it and make another one"
             )
         for rule in self._layout.made.values():
-            for group in rule.inner.param_groups:
-                rule.check(group)
+            rule.check()
         run = self._seams.chain("around_update", self._seams.first("updater") or self._update_units)
         self.num_steps += 1
         used = [store for store in self._trained if store.grad.is_taken]
@@ -434,9 +430,7 @@ def check_types(model: Any, optimizer: Any, config: Any) -> list[torch.optim.Opt
         f"config must be a zk.ZeroConfig (zk.ZeroConfig.from_deepspeed makes one); got {config!r}",
         TypeError,
     )
-    is_swapped = isinstance(model, torch.optim.Optimizer)
-    hint = "; the arguments are swapped: ZeroOptimizer(model, optimizer)" * is_swapped
-    words = f"model must be an nn.Module; got {type(model).__name__}{hint}"
+    words = f"ZeroOptimizer(model, ...): model must be an nn.Module; got {type(model).__name__}"
     require(isinstance(model, nn.Module), words, TypeError)
     if optimizer is None and not any(param.requires_grad for param in model.parameters()):
         optimizer = torch.optim.SGD(model.parameters())  # a frozen model has no use for it
@@ -460,9 +454,6 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """What gradients of this norm are multiplied with, as torch's clip_grad_norm_ does.
-
-    1.0 for one that is not finite, so that step() sees it.
-    """
+    """The factor of torch's clip_grad_norm_; 1.0 for a norm that is not finite: step() sees it."""
     is_clipped = max_norm is not None and math.isfinite(norm)
     return min(1.0, max_norm / (norm + 1e-6)) if is_clipped else 1.0  # type: ignore[operator]

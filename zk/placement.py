@@ -251,10 +251,7 @@ def rooms(config: ZeroConfig, there: Nbytes, joined: bool) -> dict[str, float]:
 def choose(
     config: ZeroConfig, sizes: list[Size], comm: Comm, device: torch.device, freed: Iterable[Any]
 ) -> list[Place]:
-    """The tiers of each unit.
-
-    MemoryError on all ranks where one has not enough. ``freed``: tensors that training gives back.
-    """
+    """The tiers of each unit; MemoryError on all ranks if one lacks some. ``freed``: given back."""
     joined = device.type == "cpu"
     placement = Placement(config, sizes, comm.sharers.size, joined)
     held = held_nbytes(freed, joined)

@@ -33,8 +33,7 @@ def dtypes_of(
         require(
             found,
             f"keep_dtype: the model has no module or parameter {getattr(entry, '__name__', entry)!r}; "
-            "names are those of model.named_modules() and model.named_parameters(), or whole parts of "
-            "them",
+            "see model.named_modules() and model.named_parameters() for names, or parts of some",
         )
         kept |= found
     for module in model.modules():

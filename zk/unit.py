@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,9 +62,8 @@ class Unit:
         param = self.params[index]
         if (param.shape, param.dtype, param.device) != (self.shapes[index], self.dtype, self.device):
             raise RuntimeError(
-                f"parameter {self.names[index]!r} was moved or converted after ZeroOptimizer took it: "
-                f"it is {param.dtype} on {param.device}, {tuple(param.shape)}; convert the model "
-                "before, or use dtype= and device= of ZeroOptimizer"
+                f"parameter {self.names[index]!r} was moved or converted after ZeroOptimizer took it, "
+                f"to {param.dtype} on {param.device}, {tuple(param.shape)}: use dtype= and device="
             )
 
     def within(self, start: int, stop: int, *numbers: int) -> Iterator[tuple[int, slice, slice]]:
@@ -111,11 +110,7 @@ def chosen_blocks(model: nn.Module, units: Sequence[str | type[nn.Module]]) -> d
     return {name: module for name, module in modules.items() if name in found and name}
 
 
-def find_units(
-    model: nn.Module,
-    blocks: dict[str, nn.Module],
-    kind_of: Callable[[str, nn.Parameter], Hashable],
-) -> list[Unit]:
+def find_units(model: nn.Module, blocks: dict[str, nn.Module], kind_of: Any) -> list[Unit]:
     """A unit for each block's parameters of one kind.
 
     A module with a true ``travels_alone`` is a block wherever it is, and so is a LARGE one of no
@@ -130,7 +125,7 @@ def find_units(
         for param in block.parameters():
             is_inner = param not in homes or name in alone or name.startswith(f"{homes[param]}.")
             homes[param] = name if is_inner else ""
-    kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+    kinds: dict[Any, list[Any]] = {}
     for name, param in model.named_parameters():
         own = param.dtype, param.requires_grad, kind_of(name, param)
         kinds.setdefault((homes.get(param, ""), own), []).append((name, param))

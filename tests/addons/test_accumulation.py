@@ -103,10 +103,7 @@ def trained(
     accumulates: bool, stage: int = 3, count: int = 3, make: Any = Dropped, loss: Any = squares,
     around: bool = False, before: bool = False, parts: bool = False, tier: str = "host", keep: str = "device", **options: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """Losses, norms, masters, states and counts of ``accumulate``, or of the usual loop with checkpoints, whose seeds are those of accumulate.
-
-    before: after a usual backward, and clipped as in torch; parts: in two calls; around: in autocast.
-    """
+    """What ``accumulate``, or the usual loop, leaves. before: after a usual backward, clipped; parts: in two calls; around: in autocast."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(0)
     model, found = make(), list[Any]()

@@ -80,8 +80,6 @@ def test_any_order_of_what_a_user_does_gives_the_same_bits(tmp_path: Path) -> No
 
 
 # ---- copies ---------------------------------------------------------------------------------------------------------------------------------
-
-
 def test_what_follows_an_upload_runs_beside_compute() -> None:
     link, near = link_to(DEVICE), torch.zeros(8, device=DEVICE)
     arrival = link.beside(near, lambda values: values + 1, link.upload(near, torch.full((8,), 3.0)))
@@ -195,8 +193,6 @@ def test_parameters_are_those_of_loaded_masters_at_once() -> None:
 
 
 # ---- what moves to a device, and what fits there --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [{"stage": 2}, {"stage": 3, **HOST}])
 def test_a_model_in_host_memory_moves_with_its_buffers_and_trains_the_same_bits(options: dict[str, Any]) -> None:
     net = gpt().cpu()

@@ -114,8 +114,6 @@ def test_a_file_of_another_precision_for_a_model_with_buffers_that_are_not_saved
 
 
 # ---- as from_pretrained reads them ---------------------------------------------------------------------
-
-
 def published(kind: str, folder: Path) -> Path:
     families = pytest.importorskip("tests.integrations.families")
     torch.manual_seed(0)

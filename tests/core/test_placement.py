@@ -110,8 +110,6 @@ def test_budgets_that_do_not_hold_the_state_are_refused(options: dict[str, Any],
 
 
 # ---- the memory that is here ---------------------------------------------------------------------
-
-
 def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))

@@ -190,8 +190,6 @@ def _product(op: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 # ---- ops that are more than their arithmetic --------------------------------------------------------------------------------------
-
-
 def copy_(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """aten::copy_ with a device tensor at one end or both."""
     with plainly(), LOCK, torch.no_grad():

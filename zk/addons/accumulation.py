@@ -79,7 +79,7 @@ def refuse(is_wrong: Any, words: str) -> None:
 class Lane:
     """One micro-batch: it runs between two calls of blocks."""
 
-    def __init__(self, compute: Any, random: list[Tensor]) -> None:
+    def __init__(self, compute: Any, random: list[Tensor]):
         self.random, self.is_back = random, False
         self.go = SimpleQueue[bool]()  # True: end
         self.stands = SimpleQueue[Any]()
@@ -107,7 +107,7 @@ class Lane:
 class Accumulation:
     """One call of ``accumulate``."""
 
-    def __init__(self, optimizer: ZeroOptimizer, loss_fn: Loss, is_host: bool) -> None:
+    def __init__(self, optimizer: ZeroOptimizer, loss_fn: Loss, is_host: bool):
         self.optimizer, self.runtime, self.loss_fn = optimizer, optimizer._runtime, loss_fn
         model = optimizer.model
         self.reducer, device = optimizer._layout.reducer, optimizer._layout.device

@@ -23,7 +23,7 @@ class Announced(Addon):
     done: Any = ()  # collectives of this pass
     known: Any = iter(done)  # what comes next in the pass before, which ranks have compared
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any):
         require(value in (True, "learned"), f"announce must be True or 'learned'; got {value!r}")
         self.learns = value == "learned"
 

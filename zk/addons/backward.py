@@ -160,7 +160,7 @@ class Delayed(Backward):
 
     reduced = Addon.reduced  # nothing begins there
 
-    def __init__(self, value: int) -> None:
+    def __init__(self, value: int):
         said = f"delay_update must be a number of steps, 0 or more, or None; got {value!r}"
         require(is_count(value, 0), said)
         super().__init__()

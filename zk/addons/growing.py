@@ -17,7 +17,7 @@ from zk.store import UnitStore
 
 
 class Growing(Addon):
-    def __init__(self, value: bool) -> None:
+    def __init__(self, value: bool):
         require(value is True, f"growing must be True or False; got {value!r}")
 
     def check(self, model: Any, optimizers: Any, config: Any) -> None:

@@ -23,7 +23,7 @@ from zk.precision import dtypes_of
 
 
 class InPlace(Addon):
-    def __init__(self, value: bool) -> None:
+    def __init__(self, value: bool):
         require(value is True, f"in_place must be True or False; got {value!r}")
         self.found: Any = {}  # parameter -> its values, mapped from the file
 

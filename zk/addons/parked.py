@@ -27,7 +27,7 @@ class Parked:
     room there; RuntimeError if all of it does not come back, and ``synchronize()`` tries again.
     """
 
-    def __init__(self, optimizer: ZeroOptimizer, path: Any = None) -> None:
+    def __init__(self, optimizer: ZeroOptimizer, path: Any = None):
         self.optimizer, self.path, self.is_inside = optimizer, path, False
         self.runtime, self.stores = optimizer._runtime, optimizer._runtime.stores
 

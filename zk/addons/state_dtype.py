@@ -27,7 +27,7 @@ DTYPES = {
 class StateDtype(Addon):
     """It stands before all other rules, and refuses optimizers that are not Adam."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any):
         require(value in DTYPES, f"state_dtype must be 'fp32', 'bf16' or '8bit'; got {value!r}")
         self.dtype = DTYPES[value]
 

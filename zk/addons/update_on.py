@@ -36,7 +36,7 @@ class UpdateOn(Addon):
     take up to 1.2 GB of the device.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any):
         is_share = isinstance(value, float) and 0 < value < 1
         said = f"update_on must be 'device', 'auto' or a share between 0 and 1; got {value!r}"
         require(is_share or value in ("device", "auto"), said)

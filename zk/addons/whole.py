@@ -90,7 +90,7 @@ class Elementwise(Addon):
     instead = "parameterwise=True or torch.optim.AdamW"
     cut = staticmethod(lambda value: value.view(-1).chunk(7))
 
-    def __init__(self, value: bool) -> None:
+    def __init__(self, value: bool):
         require(value is True, f"{self.option} must be True or False; got {value!r}")
 
     def rules(self, rules: Rules) -> Rules:

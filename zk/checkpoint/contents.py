@@ -90,7 +90,7 @@ class Checkpoint(contextlib.ExitStack):
     CheckpointError, with the file's name, if its manifest is missing or not ours.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path):
         super().__init__()
         self.path, self.folder = folder / MANIFEST, folder
         try:

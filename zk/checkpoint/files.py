@@ -211,7 +211,7 @@ def regular(path: Path) -> Path:
 class Tensors:
     """An open safetensors file."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes]):
         size = int.from_bytes(file.read(8), "little")
         self.file, self.table, self.start = file, json.loads(file.read(size)), 8 + size
 

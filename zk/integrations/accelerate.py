@@ -62,7 +62,7 @@ class ZeroAccelerator(Accelerator):
     _models: Any
     _optimizers: Any
 
-    def __init__(self, *args: Any, zero: Any = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, zero: Any = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.adopt(zero)
 

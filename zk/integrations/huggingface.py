@@ -61,7 +61,7 @@ class ZeroTrainerMixin:
     _resume_from: Path | None = None  # the newest checkpoint
     _whole: dict[str, Any] | None = None  # weights that are being saved
 
-    def __init__(self, *args: Any, zero: Any = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, zero: Any = None, **kwargs: Any):
         self._zero_given = zero
         super().__init__(*args, **kwargs)
 

@@ -59,7 +59,7 @@ _Precision: Any = importlib.import_module(f"{pl.__name__}.plugins.precision").Pr
 class ZeroPrecision(_Precision):  # type: ignore[misc]
     """Lightning's precision plugin, with weights and loss scale left to the ZeroOptimizer."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any):
         super().__init__()
         rule = f"precision must be one of {[*_DTYPES]}; got {inner.precision!r}"
         require(inner.precision in _DTYPES, rule)
@@ -94,7 +94,7 @@ class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     optimizers: Any
     _lightning_module: Any
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Any):
         self.zero: Any = None  # the ZeroOptimizer, while the Trainer runs
         self._pending: Any = None  # arguments of load_model_state_dict, until there is one
         groups = ("timeout", "process_group_backend")

@@ -29,7 +29,7 @@ SPARSE = 4  # a view of less than a quarter of its storage does not make it move
 class Block:
     """A storage that was saved. It goes with the last tensor that autograd has of it."""
 
-    def __init__(self, tensor: Tensor, number: int) -> None:
+    def __init__(self, tensor: Tensor, number: int):
         storage = tensor.untyped_storage()
         self.number, self.nbytes = number, storage.nbytes()
         self.device: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -60,7 +60,7 @@ class offload_activations:
     def __init__(
         self, model: nn.Module | None = None, *, min_nbytes: int | str = "1MiB",
         keep_last: int | str = "256MiB", device: torch.device | str | None = None,
-    ) -> None:  # fmt: skip
+    ):  # fmt: skip
         tensors = [] if model is None else [*model.parameters(), *model.buffers()]
         where = next((tensor.device for tensor in tensors), default_device())
         self.at = where if device is None else parse_device(device, "device")

@@ -68,7 +68,7 @@ class Op:
 class Memory:
     """Promises the bytes of one storage as a constructor leaves them."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device):
         self.nbytes, self.device = nbytes, device
         self.writers: list[Op] = []  # the last one
         self.versions = {0}  # of tensors on it, when construction was over
@@ -129,7 +129,7 @@ ANSWERS = {_T.is_meta.__get__: False, _T.device.__get__: CPU}
 class Recorder(TorchDispatchMode):
     """Makes tensors without memory, and writes down what happens to them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device):
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.seen: list[Tensor] = []  # tensors that were written to, or made

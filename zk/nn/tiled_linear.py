@@ -41,7 +41,7 @@ class LinearTile(nn.Module):
 
     travels_alone = True
 
-    def __init__(self, weight: nn.Parameter, rows: slice) -> None:
+    def __init__(self, weight: nn.Parameter, rows: slice):
         super().__init__()
         self.weight, self.rows = weight, rows
 
@@ -65,7 +65,7 @@ class TiledLinear(nn.Linear):
         self, in_features: int, out_features: int, bias: bool = True,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None, *,
         out_splits: int = 1,
-    ) -> None:  # fmt: skip
+    ):  # fmt: skip
         like = torch.empty(0, device=device, dtype=dtype)
         shape = out_features, in_features
         self.build(shape, out_splits, lambda r: like.new_empty(r.stop - r.start, in_features))
@@ -166,7 +166,7 @@ def take_apart(layer: Any, state: dict[str, Any], prefix: str, metadata: Any, *_
 class Call:
     """One call of the layer: what its tiles share."""
 
-    def __init__(self, x: Tensor, layer: TiledLinear) -> None:
+    def __init__(self, x: Tensor, layer: TiledLinear):
         self.last = layer.tiles[-1].rows
         # several tiles add to each element of the gradient of x
         dtype = torch.float32 if len(layer.tiles) > 1 else x.dtype

@@ -40,7 +40,7 @@ SYSTEM: Any = os  # whose calls move bytes, each within one block; tests make th
 class Request:
     """One read or write in flight. Its tensor must stay as it is until ``wait()`` has returned."""
 
-    def __init__(self, what: str, timeout_s: float) -> None:
+    def __init__(self, what: str, timeout_s: float):
         self.what, self.timeout_s = what, timeout_s
         self.blocks: list[Future[None]] = []
 
@@ -83,7 +83,7 @@ class File:
 
     def __init__(
         self, folders: Sequence[str | os.PathLike[str]], nbytes: int = 0, timeout_s: float = 300.0
-    ) -> None:
+    ):
         self.nbytes, self.reserved, self.timeout_s, self.pid = 0, 0, timeout_s, os.getpid()
         self.system = SYSTEM
         self.read_nbytes = self.written_nbytes = 0
@@ -192,10 +192,7 @@ def end(jobs: Any, ended: Any, threads: list[threading.Thread], descriptors: lis
 
 
 def open_unnamed(folder: str) -> int:
-    """A descriptor of a new file, whose bytes are there as long as it is open.
-
-    It passes the page cache; where the file system cannot, there is a warning.
-    """
+    """A descriptor of a new file, gone when closed; a warning where the page cache is not passed."""
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             descriptor = os.dup(file.fileno())
@@ -208,8 +205,7 @@ def open_unnamed(folder: str) -> int:
     except OSError as error:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
         rank_log.warning(
-            "%s does not take O_DIRECT (%s): transfers go through the page cache, which takes memory "
-            "and time",
+            "%s does not take O_DIRECT (%s), so transfers take memory and time for the page cache",
             folder,
             error.strerror,
         )

@@ -41,7 +41,7 @@ class Rule:
     num_threads: int | None = None
     """Of the CPU update."""
 
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
+    def __init__(self, inner: torch.optim.Optimizer):
         self.inner = inner
 
     def codec(self, dtype: torch.dtype) -> Codec:
@@ -54,7 +54,7 @@ class Rule:
         """Update number ``step`` (from 1) of fields (n,) by ``scale`` times ``grad`` (n,)."""
         raise NotImplementedError
 
-    def check(self, group: Group) -> None:
+    def check(self) -> None:
         """ValueError for options that this rule cannot follow any more."""
 
     def numbers(self, group: Group, step: int) -> dict[str, Tensor]:
@@ -71,12 +71,12 @@ class AdamRule(Rule):
     names = "exp_avg", "exp_avg_sq"
     splits_masters = True
 
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
+    def __init__(self, inner: torch.optim.Optimizer):
         super().__init__(inner)
         self.decoupled = isinstance(inner, torch.optim.AdamW)  # where groups do not say it
 
-    def check(self, group: Group) -> None:
-        if group.get("amsgrad"):
+    def check(self) -> None:
+        if any(group.get("amsgrad") for group in self.inner.param_groups):
             raise ValueError(
                 "a group has amsgrad=True now, which asks for max_exp_avg_sq: give it to the optimizer "
                 "before the ZeroOptimizer is made"
@@ -98,7 +98,7 @@ class StepRule(Rule):
     What it keeps is learned from one step of a parameter of ones.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
+    def __init__(self, inner: torch.optim.Optimizer):
         super().__init__(inner)
         group = inner.param_groups[0]
         # states may have been begun by the optimizer's own __init__, or by training; those of a
@@ -107,7 +107,7 @@ class StepRule(Rule):
         begun: Any = next(wide, {})
         self.first = numbers_of(begun) if begun.get("step", 1) == 0 else {}  # Adagrad's
         # by group and count
-        self.known = defaultdict[int, dict[int, dict[str, Tensor]]](lambda: {0: self.first})
+        self.known = defaultdict[int, Any](lambda: {0: self.first})
         state = begun or self.step_of_ones(group, {})
         self.names = tuple(name for name, value in state.items() if is_field(value))
 
@@ -150,7 +150,7 @@ class StepRule(Rule):
             known[count + 1] = numbers_of(self.step_of_ones(group, known[count]))
             if (count - 2) % KEPT:  # some stay, from which those of parameters that are behind follow
                 known.pop(count - 2, None)
-        return known[step]
+        return known[step]  # type: ignore[no-any-return]
 
     def know(self, group: Group, step: int, numbers: dict[str, Tensor]) -> None:
         self.known[id(group["params"])][step] = copy.deepcopy(numbers) or self.first
@@ -182,10 +182,9 @@ def steps_as(inner: torch.optim.Optimizer, kinds: tuple[type[torch.optim.Optimiz
 
 ADAM = torch.optim.Adam, torch.optim.AdamW
 # torch's own step() makes of each element what depends on no other
-ELEMENTWISE = (
-    *(*ADAM, torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.RAdam),
-    *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax),
-    *(torch.optim.Rprop, torch.optim.ASGD),
+ELEMENTWISE = *ADAM, *map(
+    torch.optim.__dict__.__getitem__,
+    ("SGD", "RMSprop", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "Rprop", "ASGD"),
 )
 
 

@@ -45,7 +45,7 @@ class Chunk:
     stays = True
     """What ``load`` brings is the field itself, where it always is."""
 
-    def __init__(self, dtypes: Dtypes, numel: int, device: torch.device) -> None:
+    def __init__(self, dtypes: Dtypes, numel: int, device: torch.device):
         self.numel, self.device = numel, device
         self.fields = {name: zeros(numel, dtype, device) for name, dtype in dtypes.items()}
 
@@ -77,11 +77,11 @@ class HostChunk(Chunk):
 
     stays = False
 
-    def __init__(self, dtypes: Dtypes, numel: int, near: torch.device) -> None:
+    def __init__(self, dtypes: Dtypes, numel: int, near: torch.device):
         super().__init__(dtypes, numel, CPU)
         self.link: Any = link_to(near)
         self.lock = threading.RLock()
-        self.in_flight: list[tuple[slice, Any]] = []  # Events and Requests that move parts
+        self.in_flight: list[Any] = []  # parts, and the Events and Requests that move them
 
     def note(self, event: Any, part: slice = ALL) -> None:
         """Something moves a part from now on."""
@@ -151,7 +151,7 @@ class Tier:
     chunk_numel = 1 << 25
     """The most elements of optimizer states that one of its chunks should have."""
 
-    def __init__(self, device: torch.device, kind: type[Chunk]) -> None:
+    def __init__(self, device: torch.device, kind: type[Chunk]):
         self.device, self.kind, self.made = device, kind, list[Chunk]()
 
     def chunks(self, dtypes: Dtypes, sizes: list[int]) -> list[Chunk]:
@@ -182,7 +182,7 @@ def memory_tiers(device: torch.device) -> dict[str, Tier]:
 class Event:
     """A point in a stream, such as the end of a copy."""
 
-    def __init__(self, event: torch.cuda.Event, link: CudaLink) -> None:
+    def __init__(self, event: torch.cuda.Event, link: CudaLink):
         self.event, self.link = event, link
         self.near: Tensor | None = None  # the device end of a copy, until compute follows it
 
@@ -199,7 +199,7 @@ class Event:
 class Arrival:
     """A value that is there once work in flight has ended."""
 
-    def __init__(self, value: Any, event: Event | None = None) -> None:
+    def __init__(self, value: Any, event: Event | None = None):
         self.value, self.event = value, event
 
     def wait(self) -> Any:
@@ -219,7 +219,7 @@ class CudaLink:
     every thread. Raises ImportError, with the remedy, where cupy is not installed.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device):
         try:
             import cupy
         except ImportError as error:
@@ -327,9 +327,8 @@ class CudaLink:
         except self.runtime.CUDARuntimeError as error:
             self.refuses = True
             rank_log.warning(
-                "the system does not page-lock %d more bytes of host memory (%s), so copies are "
-                "slower and hold up the host; free host memory, raise the limit of the container or "
-                "of WSL, or run 'ulimit -l unlimited' before",
+                "the system does not page-lock %d more bytes of host memory (%s), so copies are slow: "
+                "free host memory, or raise its limit (WSL, container, 'ulimit -l unlimited')",
                 memory.nbytes,
                 error,
             )

@@ -18,7 +18,7 @@ reduced at the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ STEP, BEGIN = 0.0, 1.0
 
 
 class Reducer:
-    def __init__(self, comm: Comm, listeners: tuple[Callable[[UnitStore], Any], ...]) -> None:
+    def __init__(self, comm: Comm, listeners: tuple[Any, ...]):
         self.comm, self.listeners = comm, listeners
         self.waiting = dict[UnitStore, int]()  # trained units, and gradients that are missing
         self.order = list[tuple[UnitStore, int]]()  # and after how many gathers
@@ -173,14 +173,11 @@ class Reducer:
 
 
 class LossScaler:
-    """The loss scale of a run: a constant, or what a rule makes of it.
-
-    "auto": dynamic if fp16 is among the ``trained`` dtypes, and else none.
-    """
+    """The loss scale of a run; "auto": dynamic if fp16 is among the ``trained`` dtypes, or none."""
 
     def __init__(
         self, asked: DynamicLossScale | float | str | None, trained: Container[torch.dtype] = ()
-    ) -> None:
+    ):
         if asked == "auto":
             asked = DynamicLossScale() if torch.float16 in trained else None
         self.is_active = asked is not None

@@ -43,7 +43,7 @@ def config_of(spec: str, context: int = 128) -> GPTConfig:
 class Block(nn.Module):
     """Attention and MLP, after LayerNorms, both residual: (batch, time, width) -> the same."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig):
         super().__init__()
         self.heads = config.heads
         self.norm1 = nn.LayerNorm(config.width)
@@ -66,7 +66,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Ids (batch, time) int64 -> logits (batch, time, vocab); with ``targets``, the loss."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
         self.tokens = nn.Embedding(config.vocab, config.width)

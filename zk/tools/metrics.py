@@ -59,7 +59,7 @@ class Rates:
         optimizer: a ZeroOptimizer.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any):
         count_waits()
         self.optimizer = weakref.ref(optimizer)
         self.last: dict[str, float] = {}

@@ -42,7 +42,7 @@ def wrap(owner: type, name: str, around: Around) -> Callable[[], None]:
 class Waiting:
     """Adds the time inside to ``WAITED``, unless the thread is one of zk's, beside training."""
 
-    def __init__(self, reason: str, *_: Any) -> None:
+    def __init__(self, reason: str, *_: Any):
         self.reason = reason
 
     def __enter__(self) -> None:

@@ -44,7 +44,7 @@ class profile(contextlib.ExitStack):  # a verb, as contextlib's are
 
     def __init__(
         self, optimizer: Any, folder: str | Path, *, steps: int | None = None, skip: int = 0
-    ) -> None:
+    ):
         if (steps is not None and steps < 1) or skip < 0:
             raise ValueError(
                 "steps must be at least 1, or None, and skip at least 0; got "
