@@ -5,6 +5,7 @@ import functools
 import os
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ from tests.models import DEVICE, descend, wrap
 from tests.plain import mean_of_ranks
 from tests.programs import Program, rank_of
 from tests.world import call, free_port, run_world
-from zk.parallel.comm import Comm
+from zk.parallel.comm import Comm, host_group
 from zk.parallel.gradient import in_backward
 
 WIDTH, VOCAB = 12, 19
@@ -265,35 +266,42 @@ def test_units_are_reduced_while_backward_goes_on_from_the_first_step_and_ranks_
 
 
 # ---- ranks that are gone, or go another way ---------------------------------------------------------------------------------------------
-
-
 def losing(case: tuple[str, int]) -> str:
-    """Train a step; in the next one the second rank does not take part. What the first one says."""
+    """Train two steps; in the next one the second rank does not take part, or takes another way. What the first one says."""
     how, stage = case
-    model = Branches()
-    if how == "never comes" and dist.get_rank() == 1:
+    model, rank = Branches(), dist.get_rank()
+    if how == "never comes" and rank == 1:
         time.sleep(4)
         return "nothing"
     try:
         optimizer = wrap(model, stage=stage)
         for step in range(3):
-            if step == 2 and dist.get_rank() == 1:
+            if step == 2 and rank == 1 and how in ("ends", "sleeps"):
                 os._exit(7) if how == "ends" else time.sleep(4)
-            descend(optimizer, model(batch(step), frozenset()))
+            left_out = {f"{rank}a", f"{rank}b"} if how == "other blocks" else ()  # before one is prefetched
+            for _ in range(1 + (rank == 1 and how == "more passes")):
+                model(batch(step), frozenset(left_out)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
     except RuntimeError as error:
         return str(error)
     return "nothing"
 
 
-@pytest.mark.parametrize("how, stage, about", (("ends", 2, "'reductions'"), ("sleeps", 3, "all_gather of"), ("never comes", 2, "")))
-def test_a_rank_that_is_gone_ends_the_others_in_a_collective_that_they_name(how: str, stage: int, about: str) -> None:
+WAYS = [(how, stage, "their collectives before this one differ") for how, stage in (("other blocks", 1), ("other blocks", 3), ("more passes", 0))]
+LOST = ("ends", 2, "'reductions'"), ("sleeps", 3, "all_gather of"), ("never comes", 2, ""), *WAYS
+
+
+@pytest.mark.parametrize("how, stage, about", LOST)
+def test_a_rank_that_is_gone_or_goes_another_way_ends_the_others_in_a_collective_that_they_name(how: str, stage: int, about: str) -> None:
     said = str(run_world(2, losing, [(how, stage)], timeout=2)[0][0])
     assert said.startswith("rank 0 of 2: ") and about in said and "another rank is gone" in said, said
 
 
 def in_part(folder: str) -> str:
     """Two of three ranks train, with connections of every kind; the third one has no part in that."""
-    group, said = dist.new_group([0, 2]), ""
+    group, said = dist.new_group([0, 2], timeout=(limit := timedelta(seconds=29))), ""
     if dist.get_rank() != 1:
         model = Branches()
         with wrap(model, process_group=group, stage=3, overlap_step=True) as optimizer:
@@ -301,6 +309,7 @@ def in_part(folder: str) -> str:
                 descend(optimizer, model(batch(seed), frozenset()))
                 optimizer.save_checkpoint(folder, async_save=True)
             optimizer.synchronize()
+        assert host_group(group, of_its_own=True)._get_backend(torch.device("cpu")).options._timeout == limit
         said = (Path(folder) / "latest").read_text()
     dist.barrier()
     return said

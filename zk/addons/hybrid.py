@@ -15,16 +15,16 @@ from torch import Tensor
 from zk.addon import Addon
 from zk.config import PARSERS
 from zk.logs import require
-from zk.parallel.comm import Comm
+from zk.parallel.comm import Comm, new_group
 
 
 class HybridComm(Comm):
     """All ranks, numbered by their shard: each reduces a part of it, and ``all_gather`` makes it whole."""
 
-    def __init__(self, comm: Comm, group: dist.ProcessGroup) -> None:
+    def __init__(self, comm: Comm, group: dist.ProcessGroup):
         super().__init__(comm.group)
         said = comm.words("shard_group", dist.get_process_group_ranks(group))
-        members = dist.get_process_group_ranks(comm.group or dist.group.WORLD)
+        members = dist.get_process_group_ranks(world := comm.group or dist.group.WORLD)
         groups = {*map(tuple, said)}
         self.sharers, size = Comm(group), len(said[0])
         require(
@@ -35,7 +35,7 @@ class HybridComm(Comm):
         places = [*map(list.index, said, members)]  # within their groups
         numbered = sorted(range(self.size), key=places.__getitem__)
         alike = [members[rank] for rank in numbered if places[rank] == self.sharers.rank]
-        self.replicas = Comm(dist.new_group(alike, use_local_synchronization=True))
+        self.replicas = Comm(new_group(world, alike))
         self.rank = numbered.index(self.rank)
 
     def reduce_scatter(self, about: str, bucket: Tensor, dtype: Any = torch.float32) -> Tensor:
@@ -47,7 +47,7 @@ class HybridComm(Comm):
 
 
 class Hybrid(Addon):
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any):
         PARSERS["process_group"](group, "shard_group")
         self.group = group
 

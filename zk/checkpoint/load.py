@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zk.checkpoint import contents, files, save
@@ -22,6 +23,7 @@ from zk.checkpoint.contents import Checkpoint, Cut, Saved, revived
 from zk.checkpoint.files import CheckpointError
 from zk.logs import require
 from zk.optimizer import ZeroOptimizer
+from zk.parallel.comm import Comm
 from zk.store import UnitStore
 
 HOW = "; weights of a similar model come by zk export, then zk.load_pretrained(strict=False)"
@@ -49,7 +51,7 @@ def load_checkpoint(
     if not optimizer._torn:
         optimizer._settle()
     with checked(optimizer, Path(directory), scheduler) as (checkpoint, targets):
-        head, rank = checkpoint.head, optimizer._layout.comm.rank
+        head, rank = checkpoint.head, Comm(optimizer._layout.comm.group).rank
         with replacing(optimizer, f"load_checkpoint({str(checkpoint.folder)!r})"):
             # all of it, before ranks exchange anything
             with optimizer._layout.comm.together(f"reading {checkpoint.path}"):
@@ -142,7 +144,7 @@ def checked(
             targets = check(optimizer, checkpoint, scheduler)
         crcs = dict.fromkeys(comm.words(what, checkpoint.crc))
         require(len(crcs) == 1, f"its checksum is {' and '.join(crcs)}")
-    except (CheckpointError, OSError):
+    except (CheckpointError, OSError, dist.DistError):
         raise
     except Exception as error:
         why = "is damaged, another program's, or not alike on all ranks"

@@ -32,7 +32,7 @@ from zk.config import is_count
 from zk.logs import rank_log, require
 from zk.memory import host_memory
 from zk.optimizer import ZeroOptimizer
-from zk.parallel.comm import Comm
+from zk.parallel.comm import Comm, new_group
 from zk.store import UnitStore
 
 PIECE_NUMEL = 1 << 21  # elements that are widened at once
@@ -130,7 +130,7 @@ class Save:
 
     def __init__(
         self, optimizer: ZeroOptimizer, final: Path, head: dict[str, Any], keep: int | None
-    ) -> None:
+    ):
         self.final, self.head, self.keep = final, head, keep
         self.random = contents.random_state(optimizer._layout.device)
         self.parts = list(parts_of(optimizer))
@@ -149,7 +149,7 @@ class Save:
         undo = functools.partial(shutil.rmtree, beside, ignore_errors=True)
         with undone(bool if comm.rank else undo):
             with comm.together(what):
-                self.write(beside, *files.rank_files(comm.rank, comm.size))
+                self.write(beside, *files.rank_files(Comm(comm.group).rank, comm.size))
             with comm.together(what):
                 if comm.rank == 0:
                     files.publish(beside, final, self.head, comm.size, self.keep)
@@ -183,7 +183,7 @@ class Save:
 class Beside:
     """What a save has not read yet, and copies of what an update had to change before."""
 
-    def __init__(self, parts: Sequence[Part] = ()) -> None:
+    def __init__(self, parts: Sequence[Part] = ()):
         self.unread = {(part.store, part.number): part for part in parts}
         self.versions = {part.store: versions_of(part.store) for part in parts}
         self.copied: dict[Part, list[Tensor]] = {}
@@ -235,7 +235,7 @@ def versions_of(store: UnitStore) -> tuple[int, list[int]]:
 class Saver(Addon):
     """Saves of one optimizer, one at a time."""
 
-    def __init__(self, optimizer: ZeroOptimizer) -> None:
+    def __init__(self, optimizer: ZeroOptimizer):
         self.layout = optimizer._layout
         self.own: Comm | None = None  # collectives of saves in the background
         self.future: Future[None] | None = None  # of the save in the background
@@ -247,9 +247,8 @@ class Saver(Addon):
         """Write ``save`` from now on."""
         comm = self.layout.comm
         if comm.size > 1 and self.own is None:
-            ranks = dist.get_process_group_ranks(comm.group or dist.group.WORLD)
-            own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            self.own = Comm(own)
+            ranks = dist.get_process_group_ranks(group := comm.group or dist.group.WORLD)
+            self.own = Comm(new_group(group, ranks, backend="gloo"))
         save.buffers = {name: value.clone() for name, value in save.buffers.items()}
         if self.layout.device.type != "cpu":  # the thread follows no stream of training
             torch.accelerator.synchronize(self.layout.device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -30,7 +31,7 @@ KINDS = ValueError, TypeError, OSError, MemoryError, RuntimeError, Exception
 def connect() -> None:
     """Make the default group of the ranks that torchrun has started, if nobody has."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started < 2 or not dist.is_available() or dist.is_initialized():
+    if started < 2 or dist.is_initialized():
         return
     place: dict[str, Any] = {}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -47,12 +48,13 @@ def connect() -> None:
 class Comm:
     """The five collectives that zk is built on: gather, reduce, numbers, words, broadcast."""
 
-    def __init__(self, group: Group = None, alone: bool = False) -> None:
+    def __init__(self, group: Group = None, alone: bool = False):
         self.group = group
-        alone = alone or not (dist.is_available() and dist.is_initialized())
-        ranks = (1, 0) if alone else (dist.get_world_size(group), dist.get_rank(group))
+        is_one = alone or not dist.is_initialized()
+        ranks = (1, 0) if is_one else (dist.get_world_size(group), dist.get_rank(group))
         self.size, self.rank = ranks
         self.sharers = self  # an add-on may have fewer ranks share states
+        self.way = 0  # a checksum of the collectives since ranks exchanged words
         self.of_host = host_group(group or dist.group.WORLD) if self.size > 1 else group
 
     def all_gather(
@@ -63,7 +65,7 @@ class Comm:
             return shard, Collective(self, about, ())
         if full is None:
             full = empty(self.size * shard.numel(), shard.dtype, shard.device)
-        group = self.group_for(shard)
+        group = self.group_for(about, shard)
         with self.named("all_gather", about):
             if shard.device.type != "cpu":
                 work = _all_gather(full, shard, group=group, async_op=True)
@@ -85,7 +87,7 @@ class Comm:
             return bucket.to(dtype)
         rows = empty(bucket.numel(), bucket.dtype, bucket.device)
         with self.named("reduce_scatter", about):
-            dist.all_to_all_single(rows, bucket, group=self.group_for(bucket))
+            dist.all_to_all_single(rows, bucket, group=self.group_for(about, bucket))
         shard = empty(bucket.numel() // self.size, dtype, bucket.device)
         reference.unchecked("reduce", bucket.device)(rows.view(self.size, -1), shard)
         return shard
@@ -94,10 +96,16 @@ class Comm:
         """The numbers of each rank, in the order of ranks; over the host's own connections."""
         if self.size == 1:
             return [values]
-        rows = torch.empty(self.size * len(values), dtype=torch.float64)
+        # of one length where they are few, so that ranks that went other ways can be told
+        mine = torch.tensor([0.0, *values, *[0.0] * (7 - len(values))], dtype=torch.float64)
+        group, mine[0] = self.group_for(about, mine), self.way
+        rows = mine.repeat(self.size, 1)
         with self.named("exchange of numbers", about):
-            _all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self.of_host)
-        return rows.view(self.size, -1).tolist()  # type: ignore[no-any-return]
+            _all_gather(rows.view(-1), mine, group=group)
+            if rows[:, 0].unique().numel() > 1:
+                self.way = 0
+                raise RuntimeError("their collectives before this one differ")
+        return rows[:, 1 : len(values) + 1].tolist()  # type: ignore[no-any-return]
 
     def total(self, about: str, values: list[float]) -> list[float]:
         """The sum over ranks of each number, in the order of ranks: the same on all."""
@@ -109,6 +117,7 @@ class Comm:
         if self.size > 1:
             with self.named("exchange of words", about):
                 dist.all_gather_object(said, value, group=self.of_host)
+            self.way = self.sharers.way = 0  # all are here
         return said
 
     def broadcast(self, about: str, values: Tensor) -> None:
@@ -116,11 +125,12 @@ class Comm:
         if self.size > 1:
             with self.named("broadcast", about):
                 sent = (whole := values.contiguous()).view(-1).view(torch.uint8)
-                dist.broadcast(sent, group=self.group_for(values), group_src=0)
+                dist.broadcast(sent, group=self.group_for(about, values), group_src=0)
                 values.copy_(whole)
 
-    def group_for(self, values: Tensor) -> Group:
-        """The group that takes ``values``: NCCL takes those on devices only."""
+    def group_for(self, about: str, values: Tensor) -> Group:
+        """The group for a collective of ``values``, which is noted: NCCL takes those on devices only."""
+        self.way = zlib.crc32(about.encode(), self.way)
         return self.of_host if values.device.type == "cpu" else self.group
 
     @contextlib.contextmanager
@@ -129,7 +139,7 @@ class Comm:
         try:
             yield
         except RuntimeError as error:
-            raise RuntimeError(
+            raise dist.DistError(
                 f"rank {self.rank} of {self.size}: {operation} of {about!r} failed, as another rank "
                 f"is gone, or went another way (announce=True compares): {error}"
             ) from error
@@ -157,7 +167,7 @@ class Comm:
 class Collective:
     """An all_gather in flight, as several of torch's; alone there are none."""
 
-    def __init__(self, comm: Comm, about: str, works: Iterable[Any]) -> None:
+    def __init__(self, comm: Comm, about: str, works: Iterable[Any]):
         self.comm, self.about, self.works = comm, about, works
 
     def wait(self) -> None:
@@ -175,8 +185,14 @@ def host_group(group: Any, of_its_own: bool = False) -> Any:
         return group
     if group not in _of_gloo:
         ranks = dist.get_process_group_ranks(group)
-        _of_gloo[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _of_gloo[group] = new_group(group, ranks, backend="gloo")
     return _of_gloo[group]
+
+
+def new_group(like: Any, ranks: Any, **options: Any) -> Any:
+    """A group of ``ranks``, which call this, with the timeout of ``like``."""
+    options["timeout"] = like._get_backend(like._device_types[0]).options._timeout
+    return dist.new_group(ranks, use_local_synchronization=True, **options)
 
 
 # torch 2.13 renames it, and warns where it is called by the old name

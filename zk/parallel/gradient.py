@@ -32,7 +32,7 @@ class Gradient:
     chunks     (shard,)  reduced: in the unit's dtype, or as an fp32 sum of several
     """
 
-    def __init__(self, store: UnitStore, chunks: list[Chunk]) -> None:
+    def __init__(self, store: UnitStore, chunks: list[Chunk]):
         self.store, self.unit, self.layout, self.chunks = store, store.unit, store.layout, chunks
         self.me = weakref.ref(self)
         self.none = torch.empty(0, dtype=self.unit.dtype, device=self.unit.device)
@@ -238,8 +238,7 @@ def in_fp32(values: Tensor) -> Tensor:
 aten = torch.ops.aten
 TWO_NORM = (), (2.0,)  # what torch.linalg.vector_norm is given, apart from the tensor
 INSTEAD = {  # what to do instead of an operation; for all others:
-    None: "change it within 'with zk.gather(params, kind=\"grad\", write=True):', or assign a new "
-    "param.grad",
+    None: "change it in 'with zk.gather(params, kind=\"grad\", write=True):', or assign another",
     aten._amp_foreach_non_finite_check_and_unscale_.default: "leave torch.amp.GradScaler out: "
     "loss_scale= of ZeroOptimizer and optimizer.backward(loss) do what it does",
 }
@@ -332,8 +331,7 @@ class Left(Tensor):
         if len(param._post_accumulate_grad_hooks) > 1:
             raise RuntimeError(
                 f"a hook on {self.name!r} (register_post_accumulate_grad_hook) sees its new gradient "
-                "alone, as the one before has left: use param.register_hook(), or one "
-                "backward() a step"
+                "alone, as the others have left: use register_hook(), or one backward() a step"
             )
         gradient.added.add(self.number)
         param.grad = grad.clone()
@@ -345,7 +343,10 @@ class Left(Tensor):
         if gradient.local is not None:
             return torch.linalg.vector_norm(fetched(self))  # type: ignore[no-any-return]
         squares = [squares_of([gradient], self.number)]
-        norm = math.sqrt(gradient.layout.sharers.total(gradient.unit.name, squares)[0])
+        layout = gradient.layout
+        # at stage 0 a rank needs no other's, and has all say theirs to find out who does not
+        rows = layout.comm.sharers.rows(self.name, squares)[: layout.sharers.size]
+        norm = math.sqrt(sum(row[0] for row in rows))
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -357,19 +358,20 @@ def change(func: Any, lefts: list[Left], args: Any) -> None:
     first: Left = lefts[0]
     operand: Any = args[1] if len(args) > 1 else None
     is_number = isinstance(operand, (int, float)) or getattr(operand, "ndim", 1) == 0
+    whole = func if first.part is None else None
     if func is aten._foreach_mul_.Tensor:
         for value in args[0]:
             value.mul_(operand)
-    elif first.part is None and func is aten.add_.Tensor and in_backward():
+    elif whole is aten.add_.Tensor and in_backward():
         first.add_later(operand)
-    elif first.part is None and func is aten.zero_.default:
+    elif whole is aten.zero_.default:
         param = first.gradient.unit.params[first.number]
         if param.grad is not first:
             raise first.gone()
         param.grad = torch.zeros(first.shape, dtype=first.dtype, device=first.device)
-    elif first.part is None and func is aten.mul_.Tensor and is_number:
+    elif whole is aten.mul_.Tensor and is_number:
         first.current().factors[first.number] *= float(operand)
-    elif first.part is None and func is aten.div_.Tensor and is_number:
+    elif whole is aten.div_.Tensor and is_number:
         first.current().factors[first.number] /= float(operand)
     else:
         raise RuntimeError(
