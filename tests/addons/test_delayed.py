@@ -90,13 +90,13 @@ def test_what_a_user_writes_meanwhile_is_updated_and_not_lost(stage: int) -> Non
         for one in [one for one in optimizer._seams.addons if isinstance(one, Backward) and not has_room]:
             one.shadows = {store: [] for store in one.shadows}
         loss_of(model, batch(0)).backward()
-        if delay == 0:
+        if delay == 0 or stage == 3:  # zk.gather makes the pending update count; a write at stage 0 comes before it
             optimizer.step()
             with pytest.raises(RuntimeError, match="is gone, as step"):
                 model.head.weight.grad.clone()  # type: ignore[union-attr]
-        with torch.no_grad(), zk.gather(model.head.weight, write=True):
+        with torch.no_grad(), zk.gather(model.head.weight if stage else (), write=True):
             model.head.weight.mul_(0.5)
-        optimizer.step() if delay is None else None
+        optimizer.step() if delay is None and stage == 0 else None
         found.append(states_of(optimizer))
     assert same(*found[:2]) and same(*found[1:])
 

@@ -144,8 +144,6 @@ def test_compiled_ones_are_compiled_once(stage: int, how: str) -> None:
 
 
 # ---- alone, and on two ranks -------------------------------------------------------------------------------------------------
-
-
 def blown(_: Tensor) -> None:
     raise OSError("blown")
 
@@ -280,8 +278,6 @@ def test_two_optimizers_of_halves_of_a_model_take_turns_and_refuse_each_others_g
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------------------
-
-
 class OtherDefaults(torch.optim.AdamW):
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=1e-2, betas=(0.8, 0.9))
@@ -374,8 +370,6 @@ def test_a_closed_optimizer_refuses_and_leaves_model_and_optimizer_usable(tmp_pa
 
 
 # ---- gather ------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stage", (1, 3))
 def test_gather_shows_and_changes_what_was_assigned(stage: int) -> None:
     model = nn.Linear(4, 4)
@@ -403,6 +397,17 @@ def test_gather_shows_and_changes_what_was_assigned(stage: int) -> None:
         pytest.fail("there are no moments")
 
 
+@pytest.mark.parametrize("stage", (2, 3))
+def test_what_is_written_before_an_error_is_kept_and_its_masters_follow(stage: int) -> None:
+    model = nn.Linear(4, 4)
+    zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=stage, dtype="bf16")
+    with pytest.raises(KeyError), zk.gather(model.parameters(), write=stage == 3), torch.no_grad():
+        model.weight.fill_(2)
+        raise KeyError
+    with zk.gather([model.weight] * 2, kind="master", write=True) as (master, same):
+        assert same.eq(2).all() and master is same
+
+
 def test_what_is_gathered_shows_what_is_written_and_a_step_that_is_made_inside(tmp_path: Path) -> None:
     (model, optimizer), _ = both(stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path)
     with zk.gather(model.parameters(), write=True) as values, torch.no_grad():
@@ -420,8 +425,6 @@ def test_what_is_gathered_shows_what_is_written_and_a_step_that_is_made_inside(t
 
 
 # ---- the optimizer protocol --------------------------------------------------------------------------------------------------
-
-
 SCHEDULES: dict[tuple[str, str], Callable[..., Any]] = {  # of the user's optimizer or zk's; numbers of the last two follow each step's rate
     ("zk", "AdamW"): lambda o: OneCycleLR(o, 0.1, total_steps=10),
     ("inner", "NAdam"): lambda o: LambdaLR(o, lambda t: 1 / (t + 1)),

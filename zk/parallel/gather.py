@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from zk.parallel.gradient import in_backward
 from zk.parallel.runtime import RUNTIMES
 from zk.store import UnitStore
 
@@ -27,7 +28,7 @@ def gather(
         params: one parameter or several, such as ``model.parameters()``.
         kind: "param": the parameters themselves; "grad": their reduced gradients; "master", "exp_avg"
             or another name of the optimizer's: its states, in fp32.
-        write: keep what is changed inside: the first rank's values are sent to all.
+        write: keep what is changed inside, also by an error: the first rank's values are sent to all.
 
     Yields:
         the values, in the order of ``params``: the parameters themselves, or copies of other kinds.
@@ -36,22 +37,23 @@ def gather(
     """
     wanted = [params] if isinstance(params, nn.Parameter) else list(params)
     places = {param: place for param in wanted for place in [place_of(param)] if place is not None}
+    stores = dict.fromkeys(store for store, _ in places.values())
+    owners = {store: owner for owner in RUNTIMES for store in owner.stores}
+    runtimes = dict.fromkeys(map(owners.__getitem__, stores))  # on all ranks in one order
+    for runtime in [r for r in runtimes if not (r.depth or in_backward())]:
+        for before_step in runtime.seams.before_step:
+            before_step()
     if kind != "param":
         yield from gathered_states(wanted, places, kind, write)
         return
     with contextlib.ExitStack() as stack:
-        stores = dict.fromkeys(store for store, _ in places.values())
-        owners = {store: owner for owner in RUNTIMES for store in owner.stores}
-        for runtime in dict.fromkeys(map(owners.__getitem__, stores)):  # on all ranks in one order
+        for runtime in runtimes:
             stack.enter_context(runtime.holding([s for s in stores if owners[s] is runtime]))
         try:
             yield wanted  # type: ignore[misc]
+        finally:  # an error inside undoes nothing, and ranks that have none keep what is written
             if write:
                 keep_written(places)
-        except BaseException:  # what it has left half-done is not kept
-            for store, _ in places.values():
-                store.take_back()
-            raise
     for store in stores:
         if store.full is None:
             store.check_unchanged()
@@ -70,7 +72,10 @@ def keep_written(places: dict[nn.Parameter, Place]) -> None:
         store.layout.comm.broadcast(store.unit.name, param.data)
         torch.autograd.graph.increment_version(param)
     for store in dict.fromkeys(store for store, _ in places.values()):
-        store.absorb()
+        try:
+            store.absorb()
+        finally:
+            store.take_back()
         store.publish()
 
 
@@ -86,12 +91,13 @@ def gathered_states(
     stores = dict.fromkeys(store for store, _ in places.values())
     for store in stores if kind == "grad" else ():
         store.grad.collect()  # what users have assigned
-    values = [store.read(kind, index) for store, index in map(places.__getitem__, wanted)]
+        if not in_backward():
+            store.layout.reducer.settle()
+    values = {param: store.read(kind, index) for param, (store, index) in places.items()}
     with torch.enable_grad():
-        yield values
-    for param, value in zip(wanted if write else (), values, strict=False):
-        store, index = places[param]
-        store.layout.comm.broadcast(store.unit.name, value)
-        store.write(kind, index, value)
+        yield [values[param] for param in wanted]
+    for param, (store, index) in places.items() if write else ():
+        store.layout.comm.broadcast(store.unit.name, values[param])
+        store.write(kind, index, values[param])
     for store in stores if write else ():
         store.publish()
