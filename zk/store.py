@@ -10,7 +10,7 @@ Its gradient is in parallel/gradient.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,12 +47,12 @@ class UnitStore:
     grad                the unit's gradient
     """
 
-    def __init__(self, unit: Unit, layout: Layout) -> None:
+    def __init__(self, unit: Unit, layout: Layout):
         self.unit, self.layout = unit, layout
         self.rule, self.codec = layout.rule_of(unit), layout.codec_of(unit)
         self.is_partitioned = layout.stage == 3
         self.gathering: Any = None  # the collective of a gather in flight
-        self.updating: Callable[[], None] | None = None  # waits for an update in the background
+        self.updating: Any = None  # waits for an update in the background
         self.is_updated = False  # the shard is newer than the full parameters
         self.version = 0  # of the parameters: their number of updates
         self.steps = [0] * len(unit.params)
@@ -112,10 +112,7 @@ class UnitStore:
 
     @property
     def is_away(self) -> bool:
-        """Parameters are released, and not about to come.
-
-        At stages 0 to 2 they are always there.
-        """
+        """Parameters are released, and not about to come; never at stages 0 to 2."""
         return self.full is None and self.gathering is None
 
     def begin_gather(self) -> None:
@@ -149,9 +146,12 @@ class UnitStore:
         if full is not None and full is not self.viewed[0]:
             views = self.unit.views(full)
             self.viewed = full, views, self.places_of(views)
-        self.full, views, self.places = self.released if full is None else self.viewed
+        to, views, places = self.released if full is None else self.viewed
+        if self.is_partitioned:  # until the last has come: changed() sees to a Ctrl-C here
+            self.full, self.places = None, []
         for param, view in zip(self.unit.params, views, strict=True):
             param.data = view
+        self.full, self.places = to, places
 
     def places_of(self, params: Sequence[Tensor]) -> list[Any]:
         """Where parameters are; what is released has other strides."""
@@ -198,6 +198,8 @@ class UnitStore:
 
     def changed(self) -> list[int]:
         """The parameters that were written to, or given other data, since the shard was alike."""
+        if not self.places:
+            self.point(None)
         params, before = self.unit.params, self.versions + self.places
         now = [*map(version_of, params), *self.places_of(params)]
         if now == before:

@@ -8,6 +8,7 @@ import random
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -74,8 +75,6 @@ def moved(drive: Drive, model: nn.Module, optimizer: zk.ZeroOptimizer, **options
 
 
 # ---- what is read and written ------------------------------------------------------------------------------------------------------------
-
-
 def test_without_a_budget_all_is_read_and_written_once_in_each_use(tmp_path: Path) -> None:
     model = Blocks(24, 192)
     optimizer = held(model, tmp_path)
@@ -136,6 +135,10 @@ def test_a_read_ahead_does_not_reach_what_comes_after_it_and_what_is_open_stays(
     chunk.close(changed=True)
     evict()
     assert chunk.open()["grad"].eq(8).all()
+    [chunk.close(changed=False) for _ in range(chunk.opened)] and evict()
+    with mock.patch.object(drive.file, "read_async", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        chunk.fetch()
+    assert chunk.open()["grad"].eq(8).all()  # and not what was in the buffer
     drive.close()
     assert os.listdir("/proc/self/fd") == descriptors
 
@@ -159,8 +162,6 @@ def test_what_fits_stays_and_is_never_written(tmp_path: Path) -> None:
 
 
 # ---- any order gives the bits of host memory ------------------------------------------------------------------------------------------------
-
-
 def walk(seed: int, tier: str, path: Path, **options: Any) -> list[float]:
     """Steps, micro-batches, writes, loads, evaluations, single blocks, skipped blocks, dropped gradients, in any order: what is seen of them."""
     choices = random.Random(seed)
@@ -209,8 +210,6 @@ def test_any_order_of_what_a_user_does_gives_the_same_bits(late: None, tmp_path:
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------------------------------------
-
-
 def test_memory_is_used_again_once_its_last_view_is_gone_and_large_memory_has_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     memory.trim()

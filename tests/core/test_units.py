@@ -33,6 +33,17 @@ def test_units_that_are_named_are_all_but_the_model() -> None:
         assert {store.unit.name for store in optimizer._trained} == {"model", "blocks.0", "norm"}
 
 
+def test_parameters_are_right_after_what_has_ended_while_they_were_pointed_to_others() -> None:
+    want = train(model := gpt(), zk.ZeroOptimizer(model, adamw(model)), 3)
+    optimizer = zk.ZeroOptimizer(model := gpt(), adamw(model), stage=3)
+    store = optimizer._trained[0]
+    first, *others = store.unit.params
+    ends = [first, *[object()] * len(others)]  # as Ctrl-C may
+    with mock.patch.object(store.unit, "params", ends), pytest.raises(AttributeError):
+        store.point(torch.zeros(store.unit.numel))
+    assert train(model, optimizer, 3) == want
+
+
 def test_forward_begins_with_what_step_has_asked_for_and_backward_with_what_forward_has_kept() -> None:
     model, seen, begin = gpt(), list[Any](), UnitStore.begin_gather
     with mock.patch.object(UnitStore, "begin_gather", lambda store: seen.append(store.unit.name) or begin(store)):
@@ -77,8 +88,6 @@ def test_a_write_between_forward_and_backward_is_refused_for_what_is_kept_too() 
 
 
 # ---- what autograd saves at stage 3: what is no parameter's is saved as torch saves it, by the user's hooks too ---------------------------
-
-
 def held(model: nn.Module) -> zk.ZeroOptimizer:
     return zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, param_tier="host")
 

@@ -26,7 +26,7 @@ SPARE = 4  # buffers of each kind: one is in use, two are read ahead, one is wri
 class FileChunk(HostChunk):
     """Fields that rest in a file, one after the other, each on a page of its own."""
 
-    def __init__(self, tier: Drive, offset: int, dtypes: Dtypes, numel: int) -> None:
+    def __init__(self, tier: Drive, offset: int, dtypes: Dtypes, numel: int):
         super().__init__({}, numel, tier.near)
         self.tier, self.lock, self.offset = tier, tier.lock, offset
         self.dtypes, self.kind = dtypes, tuple(dtypes)
@@ -56,9 +56,12 @@ class FileChunk(HostChunk):
     def read(self, must: bool) -> bool:
         """Start to read, if need be; False where that ``must`` not be and there is no buffer."""
         if self.tier.acquire(self, must):
-            self.lay_out()
-            request = self.tier.file.read_async(self.buffer[: self.nbytes], self.offset)
-            self.note(request)
+            try:
+                self.lay_out()
+                self.note(self.tier.file.read_async(self.buffer[: self.nbytes], self.offset))
+            except BaseException:  # else what is in it would pass for what was read
+                self.tier.release(self)
+                raise
         return self.buffer is not None
 
     def open(self, part: slice = ALL) -> Fields:
@@ -120,7 +123,7 @@ class Drive(Tier):
 
     chunk_numel = 1 << 20  # so that several fit in the buffers
 
-    def __init__(self, folders: Sequence[str], near: torch.device) -> None:
+    def __init__(self, folders: Sequence[str], near: torch.device):
         self.file, self.near, self.link = File(folders), near, link_to(near)
         # chunks with a buffer; the one used longest ago is first
         self.cached: OrderedDict[FileChunk, None] = OrderedDict()
