@@ -284,6 +284,10 @@ run.backward()
 if run.step == 0: run.model.register_forward_pre_hook(lambda model, _: model.head.zero_grad())
 run.backward()
 run.backward()
+# penalize_within_forward
+extra = lambda _, given: (given[0] + 1e-2 * sum(param.abs().sum() for param in run.model.parameters()),)
+if run.step == 0: run.model.head.register_forward_pre_hook(extra)
+run.backward()
 # clip_and_assign
 run.descend(run.model.encode(run.batch(8)).square().mean())
 clip_grad_norm_(params, 0.1)
@@ -327,7 +331,7 @@ run.descend(y.mean(), retain_graph=True)
 run.descend(y.square().mean())
 # map_over_examples
 run.descend(torch.func.vmap(run.model)(run.batch(8)).square().mean())
-# functional_gradient | | torch.func.grad, jvp and hessian of a model at stage 3
+# functional_gradient | | torch.func.grad, jvp and hessian at stage 3
 x, named = run.batch(8), dict(run.model.named_parameters())
 grads = torch.func.grad(lambda values: torch.func.functional_call(run.model, values, (x,)).square().mean())(named)
 for name, param in named.items(): param.grad = grads[name]

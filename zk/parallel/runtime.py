@@ -27,13 +27,14 @@ from zk.store import UnitStore
 if TYPE_CHECKING:
     from zk.optimizer import Layout
 
+Call = Callable[..., Any]
 set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
 GATHERED_IN_BACKWARD = 3  # units beside those that are prefetched
 RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()  # of all optimizers that are open
 
 
 class Runtime:
-    def __init__(self, model: nn.Module, layout: Layout, owner: Callable[[], Any]) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, owner: Call):
         """``owner``: returns the ZeroOptimizer, or None."""
         self.model, self.owner, self.seams = model, owner, layout.seams
         self.prefetch = layout.config.prefetch
@@ -44,7 +45,7 @@ class Runtime:
         self.gathered: dict[UnitStore, None] = {}  # the one used longest ago is first
         self.held = Counter[UnitStore]()  # not to be released: contexts that hold them
         # traced: (unit, in backward) -> the unit used after it; None -> the first one
-        self.following: dict[tuple[UnitStore | None, bool], UnitStore] = {}
+        self.following: dict[Any, UnitStore] = {}
         self.last: UnitStore | None = None
         self.kept: UnitStore | None = None  # from forward to backward, which begins with it
         self.depth, self.thread = 0, 0  # of calls of the model, and who makes them
@@ -67,11 +68,8 @@ class Runtime:
         self.store_of |= dict.fromkeys(unit.params, store)
         handles = self.handles[store] = []
         if self.partitions or self.seams.used:
-            handles += hooks_around(
-                unit.module,
-                partial(self.before_forward, store),
-                partial(self.after_forward, store),
-            )
+            before, after = partial(self.before_forward, store), partial(self.after_forward, store)
+            handles += hooks_around(unit.module, before, after)
         if unit.is_trained:
             self.reducer.waiting[store] = len(unit.params)
             # weak, as the garbage collector does not see what a tensor's hooks refer to
@@ -159,9 +157,8 @@ class Runtime:
             saving.__enter__()
         except RuntimeError as error:
             raise RuntimeError(
-                "torch.func.grad, jvp and hessian of a model at stage 3, whose parameters autograd "
-                "must not keep: use torch.autograd.grad, or stage 2; around zk.gather(params), "
-                "torch.no_grad()"
+                "torch.func.grad, jvp and hessian at stage 3, whose parameters autograd must not "
+                "keep: use torch.autograd.grad, or stage 2; torch.no_grad() around zk.gather()"
             ) from error
         self.saving = saving
 
@@ -356,7 +353,7 @@ class UsedParameters(dict[str, Any]):
     torch has no hook for this; only a stand-in for the parameter, or for this table, hears of it.
     """
 
-    def __init__(self, params: dict[str, Any], on_read: Callable[[nn.Parameter], None]) -> None:
+    def __init__(self, params: dict[str, Any], on_read: Call):
         super().__init__(params)
         self.on_read = on_read
 
@@ -365,6 +362,12 @@ class UsedParameters(dict[str, Any]):
         if param is not None and not is_compiling():  # a compiled block is gathered by its hooks
             self.on_read(param)
         return param
+
+    def items(self) -> Any:
+        """What ``parameters()`` of the module reads."""
+        for name in self:
+            self[name]
+        return super().items()
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # copies and files have a plain one
         return dict, (dict(self),)
@@ -376,7 +379,7 @@ class Hook:
     The module's copies and files have one that does nothing.
     """
 
-    def __init__(self, run: Callable[..., Any] | None) -> None:
+    def __init__(self, run: Any):
         self.run = run
 
     @torch._dynamo.decorators.skip  # type: ignore[untyped-decorator]
@@ -391,7 +394,7 @@ class Hook:
         return Hook, (None,)
 
 
-def hooks_around(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> Any:
+def hooks_around(module: nn.Module, before: Call, after: Call) -> Any:
     """Call ``before`` and ``after`` around each forward of ``module``."""
     return [
         module.register_forward_pre_hook(Hook(before), prepend=True),
@@ -408,13 +411,13 @@ def storage_of(tensor: Tensor) -> int:
 # torch asks the innermost hooks alone, and then neither breaks the cycle of an output that its own
 # graph saves nor notices writes to what is saved.
 
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack, unpack
+Hooks = tuple[Call, Call]  # pack, unpack
 
 
 class Passed(NamedTuple):
     """What other hooks have packed."""
 
-    unpack: Callable[[Any], Tensor]
+    unpack: Call
     value: Any
 
 
@@ -434,7 +437,6 @@ def kept(packed: tuple[Tensor, int]) -> Tensor:
     if tensor._version != version:
         raise RuntimeError(
             f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an inplace "
-            f"operation after forward saved it (version {version}, now {tensor._version}); write "
-            "to a copy of it instead"
+            f"operation (it was of version {version}, now {tensor._version}): write to a copy"
         )
     return tensor
