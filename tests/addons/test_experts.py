@@ -118,6 +118,8 @@ def outside(_: None) -> None:
 def test_over_ranks_an_expert_that_no_rank_uses_is_not_gathered() -> None:
     with pytest.raises(ValueError, match="experts must be True or False; got 3"):
         wrapped(mixture(), experts=3)
+    with pytest.raises(ValueError, match="no block has a ModuleList; give units="):
+        zk.ZeroOptimizer(experts := mixture()[0].experts, adamw(experts), experts=True)
     kinds = ["no grad first", "checkpointed"]
     *table, said = run_world(2, call, [*((trained, kind) for kind in kinds), (outside, None)], timeout=120)
     assert said == [None, None]

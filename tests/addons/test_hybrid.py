@@ -92,8 +92,9 @@ class Codebook(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.layer(x))
-        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
-        self.seen = torch.ones(3 + dist.get_rank())
+        if self.training:
+            self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+            self.seen = torch.ones(3 + dist.get_rank())
         return x + self.mean + self.table
 
 
@@ -105,14 +106,15 @@ def differs_from_ddp(stage: int) -> list[str]:
     inner = torch.optim.SGD(ddp.parameters(), lr=0.1)
     optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
     wrong = []
-    for number in range(5):
+    for number in range(7):
+        [one.train(stage == 1 or number > 4) for one in (ddp, model)]  # that nothing was written lately says nothing
         x = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
         for one, own in ((ddp, inner), (model, optimizer)):
             descend(own, one(x).square().mean())
         ddp._sync_buffers()  # which it does before the next forward
         want: dict[str, Any] = dict(ddp.module.named_buffers())
-        wrong += [f"{number} {name}" for name, value in model.named_buffers() if name != "seen" and not torch.equal(value, want[name])]
-        wrong += ["seen"] * (model.seen.numel() != 3 + dist.get_rank())
+        wrong += [f"{number} {name}" for name, value in model.named_buffers() if name != "seen" and not torch.allclose(value, want[name])]
+        wrong += ["seen"] * (model.seen.numel() != (3 + dist.get_rank() if model.training else 4))
     return wrong
 
 

@@ -30,7 +30,7 @@ NONE = -1  # the number of no unit
 
 
 class Experts(Addon):
-    def __init__(self, value: bool) -> None:
+    def __init__(self, value: bool):
         require(value is True, f"experts must be True or False; got {value!r}")
         self.around = list[nn.Module]()  # the blocks with experts
         self.depth = 0  # of calls of these blocks
@@ -42,6 +42,8 @@ class Experts(Addon):
             inner = {f"{name}.{key}": expert for key, expert in blocks_of(block).items()}
             self.around += [block] * bool(inner)
             found |= inner
+        words = "experts=True, and no block has a ModuleList; give units=, the class that has them"
+        require(found, words)
         self.experts = {*found.values()}
         return blocks | found
 
@@ -54,7 +56,8 @@ class Experts(Addon):
         if self.is_shared:
             runtime.end_of_backward = lambda: (self.free(), end())
             for block in self.around:
-                runtime.handles[None] += hooks_around(block, self.enter, self.leave)
+                leave = partial(self.leave, [*block.parameters()])
+                runtime.handles[None] += hooks_around(block, self.enter, leave)
 
     def use(self, store: UnitStore) -> None:
         """Stand in for ``Runtime.use``: gather a unit before it is used."""
@@ -98,13 +101,13 @@ class Experts(Addon):
             self.free()  # what an error has left
         self.depth += 1
 
-    def leave(self, block: nn.Module, given: Any, output: Any) -> None:
+    def leave(self, params: list[Any], block: nn.Module, given: Any, output: Any) -> None:
         """The block returns: gather what others want; then its backward knows what to gather."""
         self.depth -= 1
         if self.depth:  # within another block
             return
         store_of = self.runtime.store_of  # within accumulate() all is held, and nobody asks
-        while any(store_of[p].full is None for p in block.parameters()) and self.meet(NONE):
+        while any(store_of[p].full is None for p in params) and self.meet(NONE):
             pass
         used = self.open
         self.free()
