@@ -285,8 +285,9 @@ if run.step == 0: run.model.register_forward_pre_hook(lambda model, _: model.hea
 run.backward()
 run.backward()
 # penalize_within_forward
-extra = lambda _, given: (given[0] + 1e-2 * sum(param.abs().sum() for param in run.model.parameters()),)
-if run.step == 0: run.model.head.register_forward_pre_hook(extra)
+def penalize(_, given):
+  with zk.gather(params): return (given[0] + 1e-2 * sum(param.abs().sum() for param in params),)
+if run.step == 0: run.model.head.register_forward_pre_hook(penalize)
 run.backward()
 # clip_and_assign
 run.descend(run.model.encode(run.batch(8)).square().mean())

@@ -56,8 +56,7 @@ class Experts(Addon):
         if self.is_shared:
             runtime.end_of_backward = lambda: (self.free(), end())
             for block in self.around:
-                leave = partial(self.leave, [*block.parameters()])
-                runtime.handles[None] += hooks_around(block, self.enter, leave)
+                runtime.handles[None] += hooks_around(block, self.enter, self.leave)
 
     def use(self, store: UnitStore) -> None:
         """Stand in for ``Runtime.use``: gather a unit before it is used."""
@@ -101,13 +100,13 @@ class Experts(Addon):
             self.free()  # what an error has left
         self.depth += 1
 
-    def leave(self, params: list[Any], block: nn.Module, given: Any, output: Any) -> None:
+    def leave(self, block: nn.Module, given: Any, output: Any) -> None:
         """The block returns: gather what others want; then its backward knows what to gather."""
         self.depth -= 1
         if self.depth:  # within another block
             return
         store_of = self.runtime.store_of  # within accumulate() all is held, and nobody asks
-        while any(store_of[p].full is None for p in params) and self.meet(NONE):
+        while any(store_of[p].full is None for p in block.parameters()) and self.meet(NONE):
             pass
         used = self.open
         self.free()

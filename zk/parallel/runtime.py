@@ -363,12 +363,6 @@ class UsedParameters(dict[str, Any]):
             self.on_read(param)
         return param
 
-    def items(self) -> Any:
-        """What ``parameters()`` of the module reads."""
-        for name in self:
-            self[name]
-        return super().items()
-
     def __reduce_ex__(self, protocol: Any) -> Any:  # copies and files have a plain one
         return dict, (dict(self),)
 
