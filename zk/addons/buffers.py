@@ -6,6 +6,8 @@ DDP gives them before each forward. Every optimizer has it. Uses of the core: th
 
 from typing import Any
 
+import torch
+
 from zk.addon import Addon
 
 
@@ -20,7 +22,7 @@ class Buffers(Addon):
         comm = self.optimizer._layout.comm
         here = dict(self.optimizer.model.named_buffers()) if comm.size > 1 else {}
         if here:
-            now = {name: (buffer.data_ptr(), buffer._version) for name, buffer in here.items()}
+            now = {name: (b.data_ptr(), b.is_inference() or b._version) for name, b in here.items()}
             changed = {module_of(name) for name in now if now[name] != self.before.get(name)}
             if self.written or any(map(any, comm.rows("buffers", [bool(changed)]))):
                 self.share(comm, here, changed)
@@ -28,6 +30,7 @@ class Buffers(Addon):
                 self.before, self.written = now, set()
         return run
 
+    @torch.inference_mode()  # in which an evaluation may have made some
     def share(self, comm: Any, here: Any, changed: set[str]) -> None:
         """Give all ranks the first one's buffers, but for those whose shape differs by rank."""
         shapes = {name: tuple(buffer.shape) for name, buffer in here.items()}
