@@ -1,7 +1,5 @@
 """A drive at its worst: transfers run late and in any order, and memory that is being read into holds NaN until they have."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import random

@@ -6,8 +6,6 @@ All forms are compiled for compute capability 9.0, the first form of each kernel
 is a stub, and prints how often each was, and what torch has kept of that.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The update of host memory as a plain optimizer over whole parameters: what zk's flat slices are compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

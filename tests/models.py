@@ -1,7 +1,5 @@
 """Small models with the shapes that go wrong: odd sizes, ties, branches, frozen parts, checkpointing."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

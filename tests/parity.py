@@ -1,7 +1,5 @@
 """One case of the parity grid, run on every rank: zk against plain torch. Returns what differs, or an empty string."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Training in plain PyTorch, with the arithmetic that zk promises: what every stage, tier and world size is compared with."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable
@@ -34,11 +32,7 @@ def train_plain(
     loss_scale: float = 1.0,
     forward: Callable[[nn.Module, Tensor, int], Tensor] | None = None,
 ) -> tuple[list[float], nn.Module, list[Tensor], torch.optim.Optimizer]:
-    """Losses of rank 0, the trained model, its fp32 masters and the optimizer over them.
-
-    Gradients come from ``dtype`` parameters, masters are fp32. ``local``: micro-batches are added up on each rank before they are
-    averaged over ranks (stage 1, no_sync); otherwise each micro-batch is averaged first.
-    """
+    """Losses of rank 0, the trained model, fp32 masters and the optimizer over them. ``local``: passes add up before ranks average them."""
     forward = forward or (lambda m, ids, step: loss_of(m, ids))
     masters = [nn.Parameter(param.detach().float().clone(), requires_grad=param.requires_grad) for param in model.parameters()]
     model = copy.deepcopy(model).to(dtype)

@@ -7,8 +7,6 @@ tiers; saving in between or in the background), loads the newest whole checkpoin
 and moments after each step. They are compared with those of a run that was never interrupted.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

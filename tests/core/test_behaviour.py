@@ -399,8 +399,7 @@ def test_gather_shows_and_changes_what_was_assigned(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", (2, 3))
 def test_what_is_written_before_an_error_is_kept_and_its_masters_follow(stage: int) -> None:
-    model = nn.Linear(4, 4)
-    zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=stage, dtype="bf16")
+    zk.ZeroOptimizer(model := nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=1.0), stage=stage, dtype="bf16")
     with pytest.raises(KeyError), zk.gather(model.parameters(), write=stage == 3), torch.no_grad():
         model.weight.fill_(2)
         raise KeyError

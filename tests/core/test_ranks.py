@@ -319,6 +319,28 @@ def test_a_part_of_the_ranks_trains_and_saves_beside_training(tmp_path: Path) ->
     assert run_world(3, in_part, [str(tmp_path)], timeout=30)[0] == ["step-00000003\n", "", "step-00000003\n"]
 
 
+def gathering(_: None) -> list[float]:
+    """Gradients that one rank alone has, then what the first rank alone writes, as this one sees them."""
+    model, rank, found = Branches(), dist.get_rank(), list[Any]()
+    with wrap(model, stage=1) as optimizer:
+        model(batch(0), frozenset(() if rank else {"0a", "0b"})).backward()
+        weights = [model.blocks[0].a.weight, model.head.weight]
+        with zk.gather(weights, kind="grad") as grads:
+            found += map(torch.norm, grads)
+        optimizer.step()
+        for kind in ("param", "exp_avg"):
+            with torch.no_grad(), zk.gather(weights, kind=kind, write=True) as values:
+                values[0].fill_(7.0) if rank == 0 else None
+            with zk.gather(weights, kind=kind) as values:
+                found += [values[0].mean(), values[1].detach().norm()]
+    return [*map(float, found)]
+
+
+def test_ranks_gather_gradients_that_one_has_and_get_what_the_first_one_writes() -> None:
+    ((one, other),) = run_world(2, gathering, [None], timeout=30)
+    assert one == other and one[2::2] == [7.0, 7.0] and min(one) > 0
+
+
 def test_ranks_that_torchrun_has_started_find_each_other_and_end_well_without_any_farewell() -> None:
     """No close(), no destroy_process_group(); with the store of an agent, which outlives them. The end is the interpreter's own."""
     program = (

@@ -79,10 +79,7 @@ class Block:
         return ordered
 
     def check_free(self) -> None:
-        """The allocator gives freed memory to the next who asks on the same stream: it must come after all other streams' uses.
-
-        It also comes after what streams named by ``record_stream`` have been asked to do, and so after all that these wait for.
-        """
+        """Who asks for freed memory on its stream comes after uses on all others, and after what those of ``record_stream`` were asked to do."""
         clocks = [HOST, self.queue.clock, *(QUEUES[serial].clock for serial in self.recorded)]
         for (serial, *_), (number, what) in self.uses.items():
             if max(clock.get(serial, 0) for clock in clocks) < number:

@@ -40,8 +40,10 @@ def gather(
     stores = dict.fromkeys(store for store, _ in places.values())
     owners = {store: owner for owner in RUNTIMES for store in owner.stores}
     runtimes = dict.fromkeys(map(owners.__getitem__, stores))  # on all ranks in one order
-    for runtime in [r for r in runtimes if not (r.depth or in_backward())]:
-        for before_step in runtime.seams.before_step:
+    # forward and backward are of the parameters that they have begun with, and so is what is read
+    is_settled = (write or kind != "param") and not in_backward()
+    for runtime in runtimes if is_settled else ():
+        for before_step in runtime.seams.before_step * (not runtime.depth):
             before_step()
     if kind != "param":
         yield from gathered_states(wanted, places, kind, write)
@@ -90,14 +92,17 @@ def gathered_states(
             raise ValueError(f"zk.gather: a parameter has no {kind!r}: it has {', '.join(kinds)}")
     stores = dict.fromkeys(store for store, _ in places.values())
     for store in stores if kind == "grad" else ():
-        store.grad.collect()  # what users have assigned
-        if not in_backward():
+        if in_backward():
+            store.grad.collect()  # this rank's so far
+        else:
             store.layout.reducer.settle()
     values = {param: store.read(kind, index) for param, (store, index) in places.items()}
-    with torch.enable_grad():
-        yield [values[param] for param in wanted]
-    for param, (store, index) in places.items() if write else ():
-        store.layout.comm.broadcast(store.unit.name, values[param])
-        store.write(kind, index, values[param])
-    for store in stores if write else ():
-        store.publish()
+    try:
+        with torch.enable_grad():
+            yield [values[param] for param in wanted]
+    finally:
+        for param, (store, index) in places.items() if write else ():
+            store.layout.comm.broadcast(store.unit.name, values[param])
+            store.write(kind, index, values[param])
+        for store in stores if write else ():
+            store.publish()
