@@ -101,6 +101,16 @@ def test_what_a_user_writes_meanwhile_is_updated_and_not_lost(stage: int) -> Non
     assert same(*found[:2]) and same(*found[1:])
 
 
+def test_states_are_read_as_they_count_and_parameters_as_forward_sees_them() -> None:
+    model, optimizer = halved(delay_update=0)
+    train(model, optimizer, 1)
+    loss = loss_of(model, batch(1))
+    with zk.gather(model.head.weight):
+        loss.backward()
+    with zk.gather(model.head.weight, kind="exp_avg") as (read,):
+        assert any(torch.equal(read, state["exp_avg"]) for state in optimizer.state_dict()["state"].values())
+
+
 def test_what_cannot_be_right_is_refused() -> None:
     for value in (-1, True):
         with pytest.raises(ValueError, match="delay_update must be a number of steps, 0 or more"):

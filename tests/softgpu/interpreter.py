@@ -61,13 +61,7 @@ def _far(value: Any) -> Any:
 
 
 def _first_of_its_form(module: Any, kernel: str, twin: Callable[..., object], written: tuple[int, ...]) -> None:
-    """Interpret a launcher of zk's once for each form of its arguments; for others of it the twin runs in host memory, a hundred times as fast.
-
-    Args:
-        kernel: the name of what is launched.
-        twin: what gives the same bits. It is one kernel of the device's current stream.
-        written: the arguments that it writes.
-    """
+    """Interpret a launcher once for each form of its arguments; then ``twin``, of the same bits, runs as a kernel. ``written``: arguments."""
     launch, seen = module.launch, set[Any]()
 
     def either(*args: Any, **options: Any) -> None:  # how it is launched, which the twin need not know

@@ -99,13 +99,7 @@ class _Stream(ctypes.Structure):  # c10::Stream
 
 
 def install_guard(num_devices: int, record: Callable[..., int], block: Callable[..., None], wait: Callable[..., None]) -> None:
-    """Put torch's fake guard in place.
-
-    Args:
-        record: (event or 0, device, stream) -> event; a point in a stream.
-        block: (event, device, stream); the stream waits for the event.
-        wait: (device, stream or None for all of it); the host waits.
-    """
+    """Put torch's fake guard in place: (event or 0, device, stream) -> event; (event, device, stream); (device, stream, or None for all)."""
     c10 = ctypes.CDLL(os.path.join(_LIBRARIES, "libc10.so"))
     slots = (ctypes.c_void_p * 20).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
     # torch replaces a guard that counts no devices: that is what it finds first
