@@ -139,6 +139,8 @@ def test_a_read_ahead_does_not_reach_what_comes_after_it_and_what_is_open_stays(
     with mock.patch.object(drive.file, "read_async", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         chunk.fetch()
     assert chunk.open()["grad"].eq(8).all()  # and not what was in the buffer
+    assert len([one.open()["grad"] for one in chunks]) == len(drive.cached) == 6  # more than there is room for, as all are in use
+    assert [chunk.close(changed=False) for _ in range(2)] and chunk.load("grad", CPU, Tensor.sum).wait() == 8 << 16 and chunk not in drive.cached
     drive.close()
     assert os.listdir("/proc/self/fd") == descriptors
 
