@@ -182,10 +182,8 @@ def steps_as(inner: torch.optim.Optimizer, kinds: tuple[type[torch.optim.Optimiz
 
 ADAM = torch.optim.Adam, torch.optim.AdamW
 # torch's own step() makes of each element what depends on no other
-ELEMENTWISE = *ADAM, *map(
-    torch.optim.__dict__.__getitem__,
-    ("SGD", "RMSprop", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "Rprop", "ASGD"),
-)
+OTHERS = "SGD", "RMSprop", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "Rprop", "ASGD"
+ELEMENTWISE = *ADAM, *(getattr(torch.optim, name) for name in OTHERS)
 
 
 def is_plain_adam(unit: Unit, inner: torch.optim.Optimizer) -> bool:
