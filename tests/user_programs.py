@@ -160,8 +160,7 @@ for param in params: param.grad = torch.sign(param.grad) * 0.1
 if run.step % 2: head.weight.grad = None
 # set_all_to_none
 for param in params: param.grad = None
-run.backward()
-run.optimizer.step()
+run.backward(); run.optimizer.step()
 for param in params: param.grad = None
 run.backward()
 # delete
@@ -177,13 +176,11 @@ clip_grad_value_(params, 1e-2)
 run.see(clip_grad_norm_(params, 1e-2, norm_type=float("inf")))
 # clip_in_two_halves
 norm = get_total_norm([param.grad for param in params if param.grad is not None])
-clip_grads_with_norm_(params, 1e-2, norm)
-run.see(norm)
+clip_grads_with_norm_(params, 1e-2, norm); run.see(norm)
 # clip_by_hand_over_ranks
 total = torch.stack([param.grad.square().sum() for param in params]).sum()
 if run.world > 1: dist.all_reduce(total)
-norm = (total / run.world).sqrt()
-run.see(norm)
+run.see(norm := (total / run.world).sqrt())
 for param in params: param.grad.mul_(0.05 / norm)
 # clip_and_look
 run.see(clip_grad_norm_(params, 1e-2))
@@ -198,44 +195,36 @@ run.backward()
 clip_grad_norm_(params, 1e-2)
 run.optimizer.step()
 for param in params: run.see(param.grad.norm())
-run.optimizer.zero_grad()
-run.backward()
+run.optimizer.zero_grad(); run.backward()
 # keep_and_combine | GONE
 first = [param.grad for param in params]
-run.optimizer.zero_grad()
-run.backward()
+run.optimizer.zero_grad(); run.backward()
 for param, grad in zip(params, first, strict=True): param.grad = grad - 0.3 * param.grad
 # sharpness_aware
 with zk.gather(params, write=True), torch.no_grad():
     before = [param.detach().clone() for param in params]
     for param in params: param.add_(param.grad, alpha=0.1)
-run.optimizer.zero_grad()
-run.backward()
+run.optimizer.zero_grad(); run.backward()
 with zk.gather(params, write=True), torch.no_grad():
     for param, values in zip(params, before, strict=True): param.copy_(values)
 # sharpness_aware_through_data
 with zk.gather(params, write=True):
     before = [param.data.clone() for param in params]
     for param in params: param.data = param.data + 0.1 * param.grad
-run.optimizer.zero_grad()
-run.backward()
+run.optimizer.zero_grad(); run.backward()
 with zk.gather(params, write=True):
     for param, values in zip(params, before, strict=True): param.data = values
 # a_gradient_of_another_shape | attempting to assign a gradient of size
 head.weight.grad = torch.zeros(3) if is_zk else head.weight.grad
 # clip_each_micro_batch
-run.see(clip_grad_norm_(params, 0.1))
-run.backward()
-run.see(clip_grad_norm_(params, 0.1))
-run.backward()
+run.see(clip_grad_norm_(params, 0.1)); run.backward()
+run.see(clip_grad_norm_(params, 0.1)); run.backward()
 # clip_and_drop
 clip_grad_norm_(params, 0.1)
 head.bias.grad = None
 # hook_after_a_look | ALONE
 run.see(head.weight.grad.norm())
-if is_zk:
-    head.weight.register_post_accumulate_grad_hook(halve)
-    run.backward()
+if is_zk: head.weight.register_post_accumulate_grad_hook(halve); run.backward()
 # look_in_inference_mode
 with torch.inference_mode(): run.see(head.weight.grad.norm())
 run.backward()
@@ -247,6 +236,11 @@ users.zero_grad()
 run.backward()
 # zero_a_part
 run.model.blocks[0].zero_grad()
+# descend_to_the_inputs_of_what_is_frozen
+run.optimizer.step()
+run.model.requires_grad_(False)(x := run.batch(8).requires_grad_()).square().sum().backward()
+run.model.requires_grad_(True); run.see(x.grad is not None)
+run.optimizer.zero_grad(); run.backward()
 # copy_the_model
 with zk.gather(params): twin = copy.deepcopy(run.model)
 run.see(twin.head.weight.sum())
@@ -255,8 +249,7 @@ run.see(type(twin.head.weight) is nn.Parameter and twin.head.weight.grad is None
 with zk.gather(params, write=True): head.bias.data = torch.zeros(7)
 == pass == run.optimizer.step()
 # zero_every_second_step | GONE
-if run.step % 2 == 0: run.optimizer.zero_grad()
-run.backward()
+if run.step % 2 == 0: run.optimizer.zero_grad(); run.backward()
 # never_zero | GONE
 run.backward()
 clip_grad_norm_(params, 0.05)
@@ -324,8 +317,7 @@ run.descend(grad.square().sum(1).mean())
 run.descend(checkpoint(run.model, run.batch(8).requires_grad_(), use_reentrant=False).square().mean())
 # backward_twice_through_one_graph
 loss = run.loss()
-run.descend(loss, retain_graph=True)
-run.descend(loss)
+run.descend(loss, retain_graph=True); run.descend(loss)
 # two_losses_of_one_output
 y = run.model(run.batch(8))
 run.descend(y.mean(), retain_graph=True)

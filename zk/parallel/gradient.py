@@ -85,14 +85,14 @@ class Gradient:
 
     def look(self) -> dict[int, Tensor]:
         """What is new in ``param.grad``; what users have removed there, or replaced, is forgotten."""
-        new = dict[int, Tensor]()
-        removed = []
+        new, removed, stale = dict[int, Tensor](), [], None
         for index, (param, mark) in enumerate(zip(self.unit.params, self.marks, strict=True)):
             grad = param.grad
             if grad is mark:
                 continue
             if isinstance(grad, Left):
-                raise grad.gone()
+                stale = grad.gone()
+                continue
             if grad is not None and grad.layout is not torch.strided:
                 raise TypeError(
                     f"the gradient of {self.unit.names[index]!r} is sparse, and zk reduces dense "
@@ -102,6 +102,9 @@ class Gradient:
                 new[index] = grad.detach()
             if mark is not None and index not in self.added:
                 removed.append(index)
+        # frozen after step(), it may stand there while backward passes by
+        if stale and (new or not in_backward()):
+            raise stale
         for index in removed:
             self.present[index], self.marks[index] = False, None
         if removed and not any(self.present):
