@@ -63,8 +63,8 @@ class Layout:
 
         def kind_of(name: str, param: nn.Parameter) -> Any:
             own = [kind(name, param) for kind in seams.kind]
-            inner, _ = self.owners.get(param, (None, None))
-            return dtype_of(param), device or param.device, id(inner), *own
+            owner = self.owners.get(param, (None,))[0]
+            return dtype_of(param), device or param.device, id(owner), *own
 
         units = find_units(model, seams.chain("blocks", model, chosen), kind_of)
         for unit in units:
@@ -81,8 +81,7 @@ class Layout:
         self.places |= zip(units, places, strict=True)
         with self.comm.together("the folder nvme_path"):
             if on_drive(places):
-                paths: Any = self.config.nvme_path
-                self.tiers["nvme"] = Drive(paths, self.device)
+                self.tiers["nvme"] = Drive(self.config.nvme_path, self.device)  # type: ignore[arg-type]
 
     def rule_of(self, unit: Unit) -> Rule:
         """The rule that updates a unit; a frozen one has none, and keeps nothing."""
@@ -161,9 +160,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _adopt(self, units: list[Unit]) -> None:
         """Take units into stores: their parameters move to their tiers, and get hooks."""
         layout, runtime = self._layout, self._runtime
-        states = (state for inner in self._inners for state in inner.state.values())
         values = (value for unit in units for p in unit.params for value in (p, p.grad))
-        layout.place(units, self.model, itertools.chain(values, *(s.values() for s in states)))
+        states = (s.values() for inner in self._inners for s in inner.state.values())
+        layout.place(units, self.model, itertools.chain(values, *states))
         try:
             for unit in units:
                 runtime.attach(UnitStore(unit, layout))
@@ -188,10 +187,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 vars(self)[name] = hooks  # those that come later too run around this one
         if begun["state"]:
             load_states(self, begun)
-        self._sizes = self._group_sizes()
+        self._groups = self._groups_now()
 
-    def _group_sizes(self) -> list[int]:
-        return [len(g["params"]) for inner in self._inners for g in inner.param_groups]
+    def _groups_now(self) -> list[Any]:
+        owners = (self, *self._inners)
+        return [(id(g), len(g["params"])) for owner in owners for g in owner.param_groups]
 
     # ---- the step --------------------------------------------------------------------------------
 
@@ -253,19 +253,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._runtime.forget_calls()
         self._layout.reducer.settle()
         if not any(store.grad.is_taken for store in self._trained):
-            words = "step() found no gradient: call backward() before it, and zero_grad() after it"
-            raise NoGradient(words)
+            raise NoGradient("step() found no gradient: call backward() before, zero_grad() after")
         squares = squares_of(store.grad for store in self._trained)
         sums = self._layout.sharers.total("norm", [squares])
         return math.sqrt(sum(self._seams.chain("totals", sums)))
 
     def _update(self, scale: float) -> None:
         """Update all units that have a gradient."""
-        if self._group_sizes() != self._sizes:
-            raise ValueError(
-                "param_groups have other parameters than when the ZeroOptimizer was made: give them "
-                "back, or close() it and make another one"
-            )
+        require(
+            self._groups_now() == self._groups,
+            "param_groups have other parameters than when the ZeroOptimizer was made, or copies "
+            "replaced them: give them back, or close() it and make another one",
+        )
         for rule in self._layout.made.values():
             rule.check()
         run = self._seams.chain("around_update", self._seams.first("updater") or self._update_units)
@@ -319,8 +318,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if store.updating is None:  # an update in flight has taken it
                 store.grad.drop()
             for param in store.unit.params:
-                is_zero = param.grad is not None and not set_to_none
-                param.grad = torch.zeros_like(param) if is_zero else None
+                is_none = set_to_none or param.grad is None
+                param.grad = None if is_none else torch.zeros_like(param)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,9 +38,9 @@ def dtypes_of(
     for module in model.modules():
         if getattr(module, "running_mean", None) is not None:
             kept |= set(module.parameters())
-        words = (getattr(module, attribute, None) or () for attribute in KEPT_BY_MODELS)
-        for word in itertools.chain.from_iterable(words):
-            kept |= matching(model, word)
+        for attribute in KEPT_BY_MODELS:
+            for word in getattr(module, attribute, None) or ():
+                kept |= matching(model, word)
     return lambda p: dtype if dtype and p.dtype in CASTABLE and p not in kept else p.dtype
 
 

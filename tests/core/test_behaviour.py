@@ -319,6 +319,10 @@ def test_changed_groups_torchs_grad_scaler_and_a_step_between_forward_and_backwa
     with pytest.raises(ValueError, match="param_groups have other parameters"):
         optimizer.step()
     group["params"] = list(model.parameters())
+    optimizer.param_groups = [dict(group)]
+    with pytest.raises(ValueError, match="or copies replaced them"):
+        optimizer.step()
+    optimizer.param_groups = [group]
     optimizer.step()
     with pytest.raises(RuntimeError, match=r"add_param_group\(\) on a ZeroOptimizer"):
         optimizer.add_param_group({"params": []})
@@ -395,6 +399,9 @@ def test_gather_shows_and_changes_what_was_assigned(stage: int) -> None:
     assert stage == 3 or model.weight.eq(5).all()  # at once
     with pytest.raises(ValueError, match="a parameter has no 'exp_avg': it has param, grad, master"), zk.gather(model.weight, kind="exp_avg"):
         pytest.fail("there are no moments")
+    for wrong in (model, [model], "weight", model.weight.data, model.state_dict().values()):
+        with pytest.raises(TypeError, match=r"takes parameters, .*; got (Linear|str|Tensor)"), zk.gather(wrong):
+            pytest.fail("none is a parameter")
 
 
 @pytest.mark.parametrize("stage", (2, 3))
@@ -421,6 +428,8 @@ def test_what_is_gathered_shows_what_is_written_and_a_step_that_is_made_inside(t
         inside = [value.clone() for value in values]
     with zk.gather(model.parameters()) as values:
         assert all(map(torch.equal, values, inside)) and not any(map(torch.equal, values, written))
+    with pytest.raises(RuntimeError, match="was changed, and at stage 3"), zk.gather(model.head.weight), torch.no_grad():
+        model.head.weight.add_(1)
 
 
 # ---- the optimizer protocol --------------------------------------------------------------------------------------------------
@@ -506,7 +515,6 @@ def test_states_come_from_torch_in_mid_training_and_go_back_bit_for_bit(kind: st
 @pytest.mark.usefixtures("torch_engine")
 @pytest.mark.parametrize("kind", ("AdamW", "RMSprop", "NAdam", "Adagrad"))
 def test_states_of_a_parameter_without_dimensions_are_no_counters(kind: str) -> None:
-
     def trained(begun: Any = None) -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
         model: Any = nn.Sequential(nn.Linear(4, 4))

@@ -330,17 +330,20 @@ def gathering(_: None) -> list[float]:
         with zk.gather(weights, kind="grad") as grads:
             found += map(torch.norm, grads)
         optimizer.step()
-        for kind in ("param", "exp_avg"):
-            with torch.no_grad(), zk.gather(weights, kind=kind, write=True) as values:
-                values[0].fill_(7.0) if rank == 0 else None
-            with zk.gather(weights, kind=kind) as values:
-                found += [values[0].mean(), values[1].detach().norm()]
+        every = [*model.parameters()]
+        for number, kind in enumerate(("exp_avg", "master", "param")):
+            with torch.no_grad(), zk.gather(every, kind=kind, write=True) as values:
+                for value in values:
+                    value.fill_(number + rank)
+            is_new = kind == "exp_avg" or all(param.eq(number).all() for param in every)  # at once
+            with zk.gather(every, kind=kind) as values:
+                found.append(is_new and all(value.eq(number).all() for value in values))
     return [*map(float, found)]
 
 
 def test_ranks_gather_gradients_that_one_has_and_get_what_the_first_one_writes() -> None:
     ((one, other),) = run_world(2, gathering, [None], timeout=30)
-    assert one == other and one[2::2] == [7.0, 7.0] and min(one) > 0
+    assert one == other and one[2:] == [1.0] * 3 and min(one) > 0
 
 
 def test_ranks_that_torchrun_has_started_find_each_other_and_end_well_without_any_farewell() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zk.logs import require
 from zk.parallel.gradient import in_backward
 from zk.parallel.runtime import RUNTIMES
 from zk.store import UnitStore
 
 Place = tuple[UnitStore, int]
+Places = dict[Any, Place]
 
 
 @contextlib.contextmanager
@@ -35,8 +38,11 @@ def gather(
 
     Memory: for "param" the units of the parameters, in full, on every rank, until the context ends.
     """
-    wanted = [params] if isinstance(params, nn.Parameter) else list(params)
-    places = {param: place for param in wanted for place in [place_of(param)] if place is not None}
+    wanted: list[Any] = [params] if isinstance(params, Tensor | nn.Module) else list(params)
+    for one in wanted:
+        words = f"zk.gather takes parameters, such as model.parameters(); got {type(one).__name__}"
+        require(isinstance(one, nn.Parameter | None), words, TypeError)
+    places = {param: place for param in wanted if (place := place_of(param))}
     stores = dict.fromkeys(store for store, _ in places.values())
     owners = {store: owner for owner in RUNTIMES for store in owner.stores}
     runtimes = dict.fromkeys(map(owners.__getitem__, stores))  # on all ranks in one order
@@ -46,34 +52,34 @@ def gather(
         for before_step in runtime.seams.before_step * (not runtime.depth):
             before_step()
     if kind != "param":
-        yield from gathered_states(wanted, places, kind, write)
+        yield from gathered_states(wanted, places, stores, kind, write)
         return
     with contextlib.ExitStack() as stack:
         for runtime in runtimes:
             stack.enter_context(runtime.holding([s for s in stores if owners[s] is runtime]))
         try:
-            yield wanted  # type: ignore[misc]
+            yield wanted
         finally:  # an error inside undoes nothing, and ranks that have none keep what is written
             if write:
-                keep_written(places)
+                keep_written(places, stores)
     for store in stores:
         if store.full is None:
             store.check_unchanged()
 
 
-def place_of(param: nn.Parameter | None) -> Place | None:
+def place_of(param: Any) -> Place | None:
     """The store that has ``param``, and its number there; None for what no optimizer has."""
     stores = [runtime.store_of[param] for runtime in RUNTIMES if param in runtime.store_of]
     return next(((s, i) for s in stores for i, p in enumerate(s.unit.params) if p is param), None)
 
 
 @torch.no_grad()
-def keep_written(places: dict[nn.Parameter, Place]) -> None:
+def keep_written(places: Places, stores: Iterable[UnitStore]) -> None:
     """Make what the first rank has written everybody's, the masters' too."""
     for param, (store, _) in places.items():
         store.layout.comm.broadcast(store.unit.name, param.data)
         torch.autograd.graph.increment_version(param)
-    for store in dict.fromkeys(store for store, _ in places.values()):
+    for store in stores:
         try:
             store.absorb()
         finally:
@@ -83,14 +89,12 @@ def keep_written(places: dict[nn.Parameter, Place]) -> None:
 
 @torch.no_grad()
 def gathered_states(
-    wanted: list[nn.Parameter], places: dict[nn.Parameter, Place], kind: str, write: bool
+    wanted: list[Any], places: Places, stores: Iterable[UnitStore], kind: str, write: bool
 ) -> Iterator[list[Tensor]]:
     """The context for kinds other than "param"."""
     for param in wanted:
         kinds = places[param][0].kinds if param in places else ["no ZeroOptimizer"]
-        if kind not in kinds:
-            raise ValueError(f"zk.gather: a parameter has no {kind!r}: it has {', '.join(kinds)}")
-    stores = dict.fromkeys(store for store, _ in places.values())
+        require(kind in kinds, f"zk.gather: a parameter has no {kind!r}: it has {', '.join(kinds)}")
     for store in stores if kind == "grad" else ():
         if in_backward():
             store.grad.collect()  # this rank's so far
