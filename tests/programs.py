@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tests.world import inherit, processes
+from tests.world import become, inherit, processes
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,8 +43,6 @@ def _execute(how: str, *arguments: str) -> None:
 
 
 def _main(arguments: tuple[str, ...], environment: dict[str, str], stdout: Connection, stderr: Connection) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
     os.chdir(ROOT)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start programs of its own
     inherit()
@@ -54,13 +52,8 @@ def _main(arguments: tuple[str, ...], environment: dict[str, str], stdout: Conne
         stream.close()
     if "OMP_NUM_THREADS" in environment:  # which OpenMP has read already
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    races = become(environment)
     code: Any = 0
-    races: Callable[[], list[str]] = list
-    if environment.get("ZK_SOFTGPU") == "1":
-        from tests import softgpu
-
-        softgpu.install()
-        races = softgpu.found
     try:
         _execute(*arguments)
     except SystemExit as end:

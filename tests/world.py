@@ -49,6 +49,18 @@ def processes() -> Any:
     return context
 
 
+def become(environment: dict[str, str]) -> Callable[[], list[str]]:
+    """Take the environment of a test, as what a process is forked from has another; and its software GPU, of which races are found."""
+    os.environ.clear()
+    os.environ.update(environment)
+    if environment.get("ZK_SOFTGPU") != "1":
+        return list
+    from tests import softgpu
+
+    softgpu.install()
+    return softgpu.found
+
+
 def call(job: tuple[Callable[[Any], Any], Any]) -> Any:
     """Call a function with a value, for worlds that run the cases of several functions."""
     return job[0](job[1])
@@ -64,16 +76,8 @@ def free_port() -> int:
 
 
 def _rank_main(rank: int, world: int, rendezvous: str, backend: str, environment: dict[str, str], work: bytes, results: Any, timeout: float) -> None:
-    os.environ.clear()
-    os.environ.update(environment)  # the test's of now, as what ranks are forked from has that of its own start
-    os.environ["LOCAL_WORLD_SIZE"] = str(world)
+    races = become({**environment, "LOCAL_WORLD_SIZE": str(world)})
     torch.set_num_threads(1)
-    races: Callable[[], list[str]] = list
-    if environment.get("ZK_SOFTGPU") == "1":
-        from tests import softgpu
-
-        softgpu.install()
-        races = softgpu.found
     function, cases = pickle.loads(work)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())  # one of its own; of the software GPU's one of two
