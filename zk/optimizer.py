@@ -190,8 +190,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._groups = self._groups_now()
 
     def _groups_now(self) -> list[Any]:
-        owners = (self, *self._inners)
-        return [(id(g), len(g["params"])) for owner in owners for g in owner.param_groups]
+        return [(id(g), len(g["params"])) for o in (self, *self._inners) for g in o.param_groups]
 
     # ---- the step --------------------------------------------------------------------------------
 
@@ -270,8 +269,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         run = self._seams.chain("around_update", self._seams.first("updater") or self._update_units)
         self.num_steps += 1
         used = [store for store in self._trained if store.grad.is_taken]
-        options = {id(group): options_of(group) for group in self.param_groups}
-        step = Step(scale / self._scaler.scale, options)
+        step = Step(scale / self._scaler.scale, options_of(self.param_groups))
         # back and forth: buffers of the drive have what was last
         run(used if self.num_steps % 2 else used[::-1], step)
 
@@ -447,9 +445,12 @@ def check_types(model: Any, optimizer: Any, config: Any) -> list[torch.optim.Opt
     return optimizers
 
 
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's options as they are: schedulers change a learning rate that is a tensor in place."""
-    return {name: v.clone() if isinstance(v, Tensor) else v for name, v in group.items()}
+def options_of(groups: list[dict[str, Any]]) -> dict[int, Any]:
+    """Options as they are, by groups' ids: schedulers change a rate that is a tensor in place."""
+    return {
+        id(group): {n: v.clone() if isinstance(v, Tensor) else v for n, v in group.items()}
+        for group in groups
+    }
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:

@@ -112,16 +112,16 @@ class Accumulation:
         model = optimizer.model
         self.reducer, device = optimizer._layout.reducer, optimizer._layout.device
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        dtype_of, is_on = torch.get_autocast_dtype, torch.is_autocast_enabled
-        kinds = {"cpu", device.type}
-        self.contexts = [partial(torch.autocast, k, dtype_of(k), is_on(k)) for k in kinds]
+        self.contexts = [
+            partial(torch.autocast, k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k))
+            for k in {"cpu", device.type}
+        ]
         self.generators = [torch.default_generator, *torch.cuda.default_generators]
         self.keeping = offload_activations(model) if is_host else contextlib.nullcontext()
         self.lanes, self.losses = list[Lane](), list[Tensor]()
         stores = self.runtime.stores
         used = {store.unit.module for store in stores} - {model}
-        within = {part for one in used for part in one.modules() if part is not one}
-        used -= within
+        used -= {part for one in used for part in one.modules() if part is not one}
         self.names = {m: name for name, m in model.named_modules() if m in used}
         parts = {block: {*block.modules()} for block in self.names}
         self.stores = {b: [s for s in stores if s.unit.module in parts[b]] for b in parts}

@@ -39,8 +39,8 @@ class Backward(Addon):
         self.shadows = dict[UnitStore, list[Fields]]()  # by chunk; none where there is no room
         # the unit as it was, the supposed step, a Future
         self.attempts = dict[UnitStore, Any]()
-        # reductions since the last step, and before it
-        self.counts, self.expected = Counter[UnitStore](), Counter[UnitStore]()
+        self.counts = Counter[UnitStore]()  # reductions since the last step
+        self.expected = Counter[UnitStore]()  # and before it
 
     def check(self, model: Any, optimizers: object, config: Any) -> None:
         near = config.device or next(model.parameters()).device
@@ -50,12 +50,10 @@ class Backward(Addon):
     def attach(self, optimizer: Any) -> None:
         self.optimizer, budget = optimizer, optimizer.config.host_budget
         used = sum(optimizer.summary().nbytes.get("host", {}).values())
-        room = host_memory()[1] // 2 // optimizer._layout.comm.size
-        room = budget - used if budget else room  # type: ignore[operator]
+        room = budget - used if budget else host_memory()[1] // 2 // optimizer._layout.comm.size
         for store in reversed(optimizer._trained):  # in the order of backward
             is_here = type(store.states[0]) in (Chunk, HostChunk, FileChunk)
-            # other rules may send what they make
-            is_here &= type(store.rule) in (AdamRule, StepRule)
+            is_here &= type(store.rule) in (AdamRule, StepRule)  # others may send what they make
             is_here &= store.param.device == store.states[0].device == CPU
             kept = {"param": store.unit.dtype, **store.codec.fields}
             nbytes = store.unit.shard_numel * sum(dtype.itemsize for dtype in kept.values())
@@ -68,8 +66,7 @@ class Backward(Addon):
         self.changing(store, 0)
         self.counts[store] += 1
         if self.counts[store] == self.expected[store]:
-            groups = self.optimizer.param_groups
-            options = {id(group): options_of(group) for group in groups}
+            options = options_of(self.optimizer.param_groups)
             self.begin(store, Step(1.0 / self.optimizer._scaler.scale, options))
 
     def begin(self, store: UnitStore, step: Step) -> None:
@@ -161,8 +158,10 @@ class Delayed(Backward):
     reduced = Addon.reduced  # nothing begins there
 
     def __init__(self, value: int):
-        said = f"delay_update must be a number of steps, 0 or more, or None; got {value!r}"
-        require(is_count(value, 0), said)
+        require(
+            is_count(value, 0),
+            f"delay_update must be a number of steps, 0 or more, or None; got {value!r}",
+        )
         super().__init__()
         self.delay = value
         self.stores: Any = []  # whose update is to count

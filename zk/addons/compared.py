@@ -59,5 +59,5 @@ def readable(value: Any) -> object:
         return readable(value.tolist())
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    is_known = value is None or isinstance(value, (bool, int, float, str, type, torch.dtype))
+    is_known = isinstance(value, int | float | str | type | torch.dtype | None)
     return value if is_known or hasattr(value, "__dataclass_fields__") else type(value).__name__

@@ -42,8 +42,10 @@ class Experts(Addon):
             inner = {f"{name}.{key}": expert for key, expert in blocks_of(block).items()}
             self.around += [block] * bool(inner)
             found |= inner
-        words = "experts=True, and no block has a ModuleList; give units=, the class that has them"
-        require(found, words)
+        require(
+            found,
+            "experts=True, and no block has a ModuleList; give units=, the class that has them",
+        )
         self.experts = {*found.values()}
         return blocks | found
 

@@ -162,14 +162,8 @@ class Parts(Addon):
 def whole_of(local: Any) -> Any:
     """The DTensor of a local parameter, which gets its gradient."""
     whole = local.whole
-    return type(whole).from_local(
-        local,
-        whole.device_mesh,
-        whole.placements,
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )
+    given = whole.device_mesh, whole.placements
+    return type(whole).from_local(local, *given, shape=whole.shape, stride=whole.stride())
 
 
 class Whole(UsedParameters):

@@ -15,21 +15,15 @@ from zk.kernels.reference import AdamStep
 from zk.logs import require
 from zk.offload.rules import AdamRule, Codec, Rules, is_plain_adam
 
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "8bit": CODES,
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.bfloat16,
-}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": CODES}
 
 
 class StateDtype(Addon):
     """It stands before all other rules, and refuses optimizers that are not Adam."""
 
     def __init__(self, value: Any):
-        require(value in DTYPES, f"state_dtype must be 'fp32', 'bf16' or '8bit'; got {value!r}")
-        self.dtype = DTYPES[value]
+        self.dtype, said = DTYPES.get(value, value), "state_dtype must be 'fp32', 'bf16' or '8bit'"
+        require(self.dtype in DTYPES.values(), f"{said}; got {value!r}")
 
     def rules(self, given: Rules) -> Rules:
         return [(self.is_for, AdamRule)]
