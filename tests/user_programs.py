@@ -227,13 +227,11 @@ run.see(head.weight.grad.norm())
 if is_zk: head.weight.register_post_accumulate_grad_hook(halve); run.backward()
 # look_in_inference_mode
 with torch.inference_mode(): run.see(head.weight.grad.norm())
-run.backward()
-head.weight.grad.mul_(0.5)
+run.backward(); head.weight.grad.mul_(0.5)
 # step_twice | GONE
 run.optimizer.step()
 # zero_the_users_optimizer
-users.zero_grad()
-run.backward()
+users.zero_grad(); run.backward()
 # zero_a_part
 run.model.blocks[0].zero_grad()
 # descend_to_the_inputs_of_what_is_frozen

@@ -117,7 +117,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("kind", "message"), KINDS.items())
-def test_parameters_that_cannot_be_taken_are_named_and_stay(kind: str, message: str) -> None:
+def test_parameters_that_cannot_be_taken_are_named_and_stay_and_views_are_warned_of(kind: str, message: str, caplog: Any) -> None:
     model = of_kind(kind)
 
     def found() -> list[Any]:
@@ -131,6 +131,10 @@ def test_parameters_that_cannot_be_taken_are_named_and_stay(kind: str, message: 
     if not message:
         with zk.ZeroOptimizer(model, adamw(model)) as optimizer:
             train(model, optimizer)
+        assert "outside of the model" not in caplog.text
+        kept = model[0].bias[1:].detach()
+        zk.ZeroOptimizer(model, adamw(model)).close()
+        assert "has the memory of '0.bias'" in caplog.text and len(kept) == 3
 
 
 def test_quick_a_model_has_one_optimizer_until_that_is_closed_and_a_refusal_leaves_the_model_as_it_was() -> None:
@@ -158,7 +162,6 @@ def test_quick_a_model_has_one_optimizer_until_that_is_closed_and_a_refusal_leav
 def test_a_model_moved_after_wrapping_is_noticed(stage: int, move: Callable[[nn.Module], Any]) -> None:
     model = layers()
     optimizer = zk.ZeroOptimizer(model, adamw(model), stage=stage)
-    train(model, optimizer)
     assert model.to("cpu") is model
     train(model, optimizer)
     move(model)
@@ -323,7 +326,7 @@ def differs(pattern: str) -> None:
         optimizer.load_state_dict(optimizer.state_dict() | value)
 
 
-def differs_in_name_only(_: str) -> str:
+def differs_in_name_only(_: str) -> None:
     """Numbers of other types, options in another order, and names that only users read."""
     model, rank = gpt(), dist.get_rank()
     plain = torch.optim.AdamW(model.parameters(), lr=(1.0, 1)[rank])
@@ -333,7 +336,6 @@ def differs_in_name_only(_: str) -> str:
     plain.param_groups[0]["name"] = f"of rank {rank}"
     optimizer = zk.ZeroOptimizer(model, plain, stage=2, clip_grad_norm=(1, 1.0)[rank], num_threads=1 + rank)
     descend(optimizer, loss_of(model, batch(0)))
-    return ""
 
 
 def test_ranks_of_different_rules_or_states_and_outside_of_their_group_are_refused_on_all_and_others_train() -> None:
@@ -341,6 +343,6 @@ def test_ranks_of_different_rules_or_states_and_outside_of_their_group_are_refus
     *table, groups, meshes, alike = run_world(2, call, [*((error_of, job) for job in jobs), (differs_in_name_only, "")], timeout=60)
     for pattern, row in zip(DIFFERENCES, table, strict=True):
         assert all(re.search(pattern, str(said)) for said in row), row
-    assert alike == ["", ""]
+    assert alike == [None, None]
     assert groups[0] == "nothing" and "process_group must be a ProcessGroup that this rank is a member of" in groups[1]
     assert all("mesh.get_group()" in said for said in meshes)

@@ -5,6 +5,8 @@ it. Uses of the core: RUNTIMES, dtypes_of, ``Runtime.stores``, ``Layout.owners``
 """
 
 import functools
+import gc
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,11 +18,10 @@ from torch.utils._pytree import tree_leaves
 from zk.addon import Addon
 from zk.config import NAMES
 from zk.logs import log, require
-from zk.parallel.runtime import RUNTIMES
+from zk.parallel.runtime import RUNTIMES, storage_of
 from zk.precision import dtypes_of
 
 Names = dict[Any, str]
-FP4 = getattr(torch, "float4_e2m1fn_x2", None)
 WRAPPERS = {  # classes of modules that share gradients themselves
     "DistributedDataParallel": "pass model.module",
     "DataParallel": "pass model.module, and start a process for each GPU with torchrun",
@@ -33,7 +34,7 @@ FAULTS: dict[str, Any] = {  # what is wrong with a parameter -> tells if it is
     ),
     "has no shape yet (a lazy module); run one forward of the model first": nn.parameter.is_lazy,
     "is {0.dtype}, which torch cannot copy; keep it as param.view(torch.uint8)": (
-        lambda p: p.dtype is FP4
+        lambda p: p.dtype is torch.float4_e2m1fn_x2
     ),
     "is a {0.__class__.__name__}, whose values are in other tensors or codes; zk takes plain "
     "tensors: build the model without quantization, DTensors and tensor parallelism": (
@@ -168,6 +169,18 @@ def check_trained(names: Names, optimizers: Any, dtype_of: Any) -> None:
 def check_memory_is_own(model: nn.Module, names: Names) -> None:
     """Nothing of the model shares memory with a Parameter: it would not see what that becomes."""
     others = {tensor: name for name, tensor in tensors_beside(model) if tensor not in names}
+    known = Counter(map(storage_of, names | others))
+    own = [(n, storage_of(p)) for p, n in names.items() if p.requires_grad and n[-5:] != "_orig"]
+    for name, memory in own:  # spectral_norm has a view of its own; what storage_of made counts too
+        if torch._C._storage_Use_Count(memory) > known[memory] + 1:
+            gc.collect()  # what nobody can read any more may be in a cycle
+        if torch._C._storage_Use_Count(memory) > known[memory] + 1:
+            log.warning(
+                "a tensor outside of the model has the memory of %r: it sees no update, and what is "
+                "written to it is lost; take it, and others, once the ZeroOptimizer is made",
+                name,
+            )
+            break
     found = [(*span_of(t), name, t in names) for t, name in (names | others).items() if t.numel()]
     last = "", 0, 0, "", False  # of those so far that end last
     for span in sorted(found):
@@ -197,7 +210,6 @@ def tensors_beside(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def span_of(tensor: Tensor) -> tuple[str, int, int]:
     """A memory, and the bytes in it from a tensor's first element to its last."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    storage = tensor.untyped_storage()
-    where = f"meta {storage._cdata}" if tensor.is_meta else str(tensor.device)
-    start = int(storage.data_ptr() + tensor.storage_offset() * tensor.element_size())
-    return where, start, start + (last + 1) * tensor.element_size()
+    where = f"meta {storage_of(tensor)}" if tensor.is_meta else str(tensor.device)
+    start = tensor.data_ptr()
+    return where, start, start + (last + 1) * tensor.itemsize
