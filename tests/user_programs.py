@@ -262,8 +262,7 @@ for param in params: run.see(param.grad is None)
 # hooks_of_a_parameter | ALONE
 if run.step == 0:
     for param in params: param.register_post_accumulate_grad_hook(halve)
-run.backward()
-run.backward()
+run.backward(); run.backward()
 # hooks_of_a_gradient
 handles = [param.register_hook(lambda grad: grad * 0.5) for param in params]
 run.backward()
@@ -273,8 +272,7 @@ if run.step == 0: head.register_full_backward_hook(lambda module, *_: run.see(mo
 run.backward()
 # look_within_forward
 if run.step == 0: run.model.register_forward_pre_hook(lambda model, _: model.head.zero_grad())
-run.backward()
-run.backward()
+run.backward(); run.backward()
 # penalize_within_forward
 def penalize(_, given):
   with zk.gather(params): return (given[0] + 1e-2 * sum(param.abs().sum() for param in params),)
@@ -371,9 +369,7 @@ for values in state.values():
 # state_of_the_users_optimizer | was given to a ZeroOptimizer, which has its states
 saved = copy.deepcopy(users.state_dict())
 run.see(saved["state"][0]["exp_avg"].norm())
-if run.step == 1:
-    saved["state"][0]["exp_avg"] *= 2
-    users.load_state_dict(saved)
+if run.step == 1: saved["state"][0]["exp_avg"] *= 2; users.load_state_dict(saved)
 # state_of_another_name | ELSEWHERE
 state[head.weight]["mine"] = torch.zeros(4, 8)
 # state_with_another_name | ELSEWHERE

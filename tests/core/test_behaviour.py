@@ -77,10 +77,13 @@ def test_a_list_of_optimizers_trains_as_each_of_them() -> None:
 
 
 def test_gradients_that_have_left_are_read_and_clipped_by_any_norm_and_not_written_or_used_elsewhere() -> None:
+    seen: list[Tensor] = []  # within backward
     for options in ({"foreach": True}, {"norm_type": float("inf")}, {"norm_type": 1.0}):
         (model, optimizer), (plain, _) = both(stage=3)
+        model.head.register_full_backward_hook(lambda head, *_: seen.extend(zk.gather(head.weight, kind="grad").__enter__()))
         for one in (model, plain):
             loss_of(one, batch(0)).backward()
+        torch.testing.assert_close(seen[-1], plain.head.weight.grad)
         torch.testing.assert_close(*(clip_grad_norm_(one.parameters(), 0.1, **options) for one in (model, plain)))
         torch.testing.assert_close(*(torch.cat([param.grad.view(-1) for param in one.parameters()]) for one in (model, plain)))
     grad, whole = model.head.weight.grad, plain.head.weight.grad
@@ -586,7 +589,8 @@ def test_norms_are_torchs_and_of_several_clips_before_a_step_the_smallest_counts
             loss_of(one, batch(seed + 9)).backward()
             one.zero_grad()  # drops what has left
             loss_of(one, batch(seed)).backward()
-            clip = optimizer.clip_grad_norm_ if by is optimizer and seed else lambda *given, one=one: clip_grad_norm_(one.parameters(), *given)
+            one.head.weight.grad.mul_(2)  # alone
+            clip = optimizer.clip_grad_norm_ if by is optimizer and seed < 2 else lambda *given, one=one: clip_grad_norm_(one.parameters(), *given)
             norms.append([clip(limit).item() for limit in limits])
             by.step()
             by.zero_grad()
