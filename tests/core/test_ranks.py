@@ -330,7 +330,7 @@ def gathering(stage: int) -> list[float]:
         with zk.gather(weights, kind="grad") as grads:
             found += map(torch.norm, grads)
         optimizer.step()
-        every = [*model.parameters()]
+        every = [*model.parameters()][:: 1 - 2 * rank]  # as sets of them have any order
         for number, kind in enumerate(("exp_avg", "master", "param")):
             with torch.no_grad(), zk.gather(every, kind=kind, write=True) as values:
                 for value in values[rank :: 1 + rank]:  # the second rank writes some

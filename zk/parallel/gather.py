@@ -14,8 +14,7 @@ from zk.parallel.gradient import in_backward
 from zk.parallel.runtime import RUNTIMES
 from zk.store import UnitStore
 
-Place = tuple[UnitStore, int]
-Places = dict[Any, Place]
+Places = dict[Any, tuple[UnitStore, int]]
 
 
 @contextlib.contextmanager
@@ -42,10 +41,10 @@ def gather(
     for one in wanted:
         words = f"zk.gather takes parameters, such as model.parameters(); got {type(one).__name__}"
         require(isinstance(one, nn.Parameter | None), words, TypeError)
-    places = {param: place for param in wanted if (place := place_of(param))}
+    given = {*wanted}  # which ranks may give in other orders
+    places = {p: place_of(p) for runtime in RUNTIMES for p in runtime.store_of if p in given}
     stores = dict.fromkeys(store for store, _ in places.values())
-    owners = {store: owner for owner in RUNTIMES for store in owner.stores}
-    runtimes = dict.fromkeys(map(owners.__getitem__, stores))  # on all ranks in one order
+    runtimes = dict.fromkeys(r for store in stores for r in RUNTIMES if store in r.stores)
     # forward and backward are of the parameters that they have begun with, and so is what is read
     is_settled = (write or kind != "param") and not in_backward()
     for runtime in runtimes if is_settled else ():
@@ -56,7 +55,7 @@ def gather(
         return
     with contextlib.ExitStack() as stack:
         for runtime in runtimes:
-            stack.enter_context(runtime.holding([s for s in stores if owners[s] is runtime]))
+            stack.enter_context(runtime.holding([s for s in stores if s in runtime.stores]))
         try:
             yield wanted
         finally:  # an error inside undoes nothing, and ranks that have none keep what is written
@@ -67,7 +66,7 @@ def gather(
             store.check_unchanged()
 
 
-def place_of(param: Any) -> Place | None:
+def place_of(param: Any) -> Any:
     """The store that has ``param``, and its number there; None for what no optimizer has."""
     stores = [runtime.store_of[param] for runtime in RUNTIMES if param in runtime.store_of]
     return next(((s, i) for s in stores for i, p in enumerate(s.unit.params) if p is param), None)

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 Call = Callable[..., Any]
 set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
 GATHERED_IN_BACKWARD = 3  # units beside those that are prefetched
-RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()  # of all optimizers that are open
+# of all optimizers that are open, in the order in which they were made
+RUNTIMES: weakref.WeakKeyDictionary[Runtime, None] = weakref.WeakKeyDictionary()
 
 
 class Runtime:
@@ -57,7 +58,7 @@ class Runtime:
         self.around: tuple[Any, Any] = keep, kept  # the hooks around it
         self.broken = ""  # why parameters may not be used
         self.counts = {"gathers": 0, "prefetch_hits": 0}
-        RUNTIMES.add(self)
+        RUNTIMES[self] = None
 
     # ---- hooks -----------------------------------------------------------------------------------
 
@@ -100,7 +101,7 @@ class Runtime:
         for handle in self.handles.pop(store, []):
             handle.remove()
         if store is None:
-            RUNTIMES.discard(self)
+            RUNTIMES.pop(self, None)
             for module in self.model.modules():
                 module._parameters = dict(module._parameters)
             return
