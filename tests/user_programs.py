@@ -192,13 +192,11 @@ for param in params: run.see(param.grad.sum())
 for param in params: param.grad.clamp_(-1e-2, 1e-2)
 run.backward()
 # look_after_the_step | GONE
-clip_grad_norm_(params, 1e-2)
-run.optimizer.step()
+clip_grad_norm_(params, 1e-2); run.optimizer.step()
 for param in params: run.see(param.grad.norm())
 run.optimizer.zero_grad(); run.backward()
 # keep_and_combine | GONE
-first = [param.grad for param in params]
-run.optimizer.zero_grad(); run.backward()
+first = [param.grad for param in params]; run.optimizer.zero_grad(); run.backward()
 for param, grad in zip(params, first, strict=True): param.grad = grad - 0.3 * param.grad
 # sharpness_aware
 with zk.gather(params, write=True), torch.no_grad():
@@ -220,8 +218,7 @@ head.weight.grad = torch.zeros(3) if is_zk else head.weight.grad
 run.see(clip_grad_norm_(params, 0.1)); run.backward()
 run.see(clip_grad_norm_(params, 0.1)); run.backward()
 # clip_and_drop
-clip_grad_norm_(params, 0.1)
-head.bias.grad = None
+clip_grad_norm_(params, 0.1); head.bias.grad = None
 # hook_after_a_look | ALONE
 run.see(head.weight.grad.norm())
 if is_zk: head.weight.register_post_accumulate_grad_hook(halve); run.backward()
@@ -233,24 +230,30 @@ run.optimizer.step()
 # zero_the_users_optimizer
 users.zero_grad(); run.backward()
 # zero_a_part
-run.model.blocks[0].zero_grad()
-# descend_to_the_inputs_of_what_is_frozen
+run.model.blocks[0].zero_grad(set_to_none=run.step == 1)
+# fail_and_drop
+handle = run.model.blocks[1].up.register_forward_hook(lambda module, given, output: output.register_hook(lambda grad: 1 / 0) and None)
+fails = run.loss()
+try: run.descend(fails)
+except ZeroDivisionError: handle.remove()
+run.model.zero_grad(); run.backward()
+# add_within_backward | IN_PLACE
+run.model.blocks[0].register_full_backward_hook(lambda *_: head.weight.grad.add_(0.1)); run.backward()
+# descend_while_frozen
 run.optimizer.step()
-run.model.requires_grad_(False)(x := run.batch(8).requires_grad_()).square().sum().backward()
+run.descend(run.model.requires_grad_(False)(x := run.batch(8).requires_grad_()).square().sum())
 run.model.requires_grad_(True); run.see(x.grad is not None)
 run.optimizer.zero_grad(); run.backward()
 # copy_the_model
 with zk.gather(params): twin = copy.deepcopy(run.model)
-run.see(twin.head.weight.sum())
-run.see(type(twin.head.weight) is nn.Parameter and twin.head.weight.grad is None)
+run.see(twin.head.weight.sum()); run.see(type(twin.head.weight) is nn.Parameter and twin.head.weight.grad is None)
 # resize_what_is_gathered | was moved or converted
 with zk.gather(params, write=True): head.bias.data = torch.zeros(7)
 == pass == run.optimizer.step()
 # zero_every_second_step | GONE
 if run.step % 2 == 0: run.optimizer.zero_grad(); run.backward()
 # never_zero | GONE
-run.backward()
-clip_grad_norm_(params, 0.05)
+run.backward(); clip_grad_norm_(params, 0.05)
 # zeros_instead_of_none
 run.optimizer.zero_grad(set_to_none=False)
 if run.step != 2: run.backward()
@@ -312,12 +315,10 @@ run.descend(grad.square().sum(1).mean())
 # checkpoint_the_whole_model
 run.descend(checkpoint(run.model, run.batch(8).requires_grad_(), use_reentrant=False).square().mean())
 # backward_twice_through_one_graph
-loss = run.loss()
-run.descend(loss, retain_graph=True); run.descend(loss)
+run.descend(loss := run.loss(), retain_graph=True); run.descend(loss)
 # two_losses_of_one_output
 y = run.model(run.batch(8))
-run.descend(y.mean(), retain_graph=True)
-run.descend(y.square().mean())
+run.descend(y.mean(), retain_graph=True); run.descend(y.square().mean())
 # map_over_examples
 run.descend(torch.func.vmap(run.model)(run.batch(8)).square().mean())
 # functional_gradient | | torch.func.grad, jvp and hessian at stage 3
@@ -338,8 +339,7 @@ for param in params:
     run.see(param.is_contiguous(memory_format=torch.channels_last) if param.ndim == 4 else param.is_contiguous())
     run.see(param.grad.stride() == param.stride())
 # channels_last_after_the_wrap
-run.model.to(memory_format=torch.contiguous_format)
-run.descend((run.model(run.batch(2, 6, 6)) - run.batch(5)).square().mean())
+run.model.to(memory_format=torch.contiguous_format); run.descend((run.model(run.batch(2, 6, 6)) - run.batch(5)).square().mean())
 # set_data_in_forward, change_data_in_forward, interpolate_in_forward, copy_in_forward | | RELEASED
 run.descend(run.model(run.batch(8), run.ids()))
 # renormalize_rows_in_forward | | RELEASED
@@ -347,8 +347,7 @@ run.descend(run.model(run.ids()).square().mean())
 == run.backward(); run.finish() == pass
 # read_state | ELSEWHERE
 run.see(len(state))
-run.see(state[head.weight]["exp_avg"].norm())
-run.see(state[head.weight]["step"])
+run.see(state[head.weight]["exp_avg"].norm()); run.see(state[head.weight]["step"])
 run.see(sum(value.numel() for values in state.values() for value in values.values()))
 # write_state | ELSEWHERE
 state[head.weight]["exp_avg"].mul_(0.5)
@@ -367,8 +366,7 @@ state[head.bias] = {"step": torch.tensor(3.0), "exp_avg": torch.ones(4), "exp_av
 for values in state.values():
     for name, value in values.items(): values[name] = value.to(params[0].device)
 # state_of_the_users_optimizer | was given to a ZeroOptimizer, which has its states
-saved = copy.deepcopy(users.state_dict())
-run.see(saved["state"][0]["exp_avg"].norm())
+saved = copy.deepcopy(users.state_dict()); run.see(saved["state"][0]["exp_avg"].norm())
 if run.step == 1: saved["state"][0]["exp_avg"] *= 2; users.load_state_dict(saved)
 # state_of_another_name | ELSEWHERE
 state[head.weight]["mine"] = torch.zeros(4, 8)
@@ -391,11 +389,9 @@ run.see(sum(value.abs().sum() for value in run.kept))
 # load_parts_into_the_models_own_state_dict
 values = run.model.state_dict()
 values.update({name: value * 0.5 for name, value in values.items() if "head" in name})
-run.model.load_state_dict(values)
-run.model.load_state_dict({"blocks.0.up.bias": torch.ones(16)}, strict=False)
+run.model.load_state_dict(values); run.model.load_state_dict({"blocks.0.up.bias": torch.ones(16)}, strict=False)
 # copy_into_the_models_own_state_dict | | OTHER
-values = run.model.state_dict()
-values["head.weight"].copy_(torch.ones(4, 8))
+run.model.state_dict()["head.weight"].copy_(torch.ones(4, 8))
 # groups_of_a_tiled_layer_by_name | OTHER
 == pass == run.backward(); run.finish()
 # state_by_name | ELSEWHERE

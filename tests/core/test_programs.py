@@ -88,7 +88,7 @@ def test_alone(name: str, tmp_path: Path) -> None:
     for table in (STAGE_3, CASES):
         fitting = [case for case in table if not ("sgd" in case and "state" in name)]
         cases.append(fitting[number % len(fitting)])
-    cases += CASES[-1:] * (name in ("backward_with_create_graph", "replace", "clip_and_assign"))  # a loss scale and what users assign
+    cases += CASES[-1:] * (name in ("backward_with_create_graph", "replace", "clip_and_assign", "descend_while_frozen"))  # with a loss scale
     assert [found for case in cases if (found := fault((name, case, str(tmp_path))))] == []
 
 

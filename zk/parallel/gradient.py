@@ -52,7 +52,7 @@ class Gradient:
         self.squares: list[dict[int, Any]] = [{} for _ in self.chunks]
         self.local: Tensor | None = None
         self.marks: list[Left | None] = [None] * count  # what stands for them in ``param.grad``
-        self.added = set[int]()  # autograd has put there what is to be added
+        self.added = dict[int, Tensor]()  # what autograd has put there, to be added
 
     @property
     def scale(self) -> float:
@@ -60,10 +60,10 @@ class Gradient:
 
     # ---- collect -> reduce -> take ---------------------------------------------------------------
 
-    def collect(self) -> None:
+    def collect(self, passes: bool = True) -> None:
         """Take what is new in ``param.grad``, in the unit's dtype; add it in fp32 to what is here."""
         self.store.wait()  # an update in flight uses what is here
-        unit, new = self.unit, self.look()
+        unit, new = self.unit, self.look(passes)
         if not new:
             return
         self.settle()
@@ -83,8 +83,11 @@ class Gradient:
                 views[index].add_(grad, alpha=missing)
         self.leave([old or index in new for index, old in enumerate(self.present)])
 
-    def look(self) -> dict[int, Tensor]:
-        """What is new in ``param.grad``; what users have removed there, or replaced, is forgotten."""
+    def look(self, passes: bool) -> dict[int, Tensor]:
+        """What is new in ``param.grad``; what users have removed there, or replaced, is forgotten.
+
+        Backward ``passes`` by what a step has used, where parameters were frozen since.
+        """
         new, removed, stale = dict[int, Tensor](), [], None
         for index, (param, mark) in enumerate(zip(self.unit.params, self.marks, strict=True)):
             grad = param.grad
@@ -100,10 +103,9 @@ class Gradient:
                 )
             if grad is not None:
                 new[index] = grad.detach()
-            if mark is not None and index not in self.added:
+            if mark is not None and (grad is None or grad is not self.added.get(index)):
                 removed.append(index)
-        # frozen after step(), it may stand there while backward passes by
-        if stale and (new or not in_backward()):
+        if stale and (new or not passes):
             raise stale
         for index in removed:
             self.present[index], self.marks[index] = False, None
@@ -336,8 +338,7 @@ class Left(Tensor):
                 f"a hook on {self.name!r} (register_post_accumulate_grad_hook) sees its new gradient "
                 "alone, as the others have left: use register_hook(), or one backward() a step"
             )
-        gradient.added.add(self.number)
-        param.grad = grad.clone()
+        param.grad = gradient.added[self.number] = grad.clone()
 
     def two_norm(self) -> Tensor:
         """Its 2-norm, a scalar."""
@@ -362,10 +363,11 @@ def change(func: Any, lefts: list[Left], args: Any) -> None:
     operand: Any = args[1] if len(args) > 1 else None
     is_number = isinstance(operand, (int, float)) or getattr(operand, "ndim", 1) == 0
     whole = func if first.part is None else None
+    node: Any = torch._C._current_autograd_node()  # type: ignore[attr-defined]
     if func is aten._foreach_mul_.Tensor:
         for value in args[0]:
             value.mul_(operand)
-    elif whole is aten.add_.Tensor and in_backward():
+    elif whole is aten.add_.Tensor and type(node).__name__ == "AccumulateGrad":
         first.add_later(operand)
     elif whole is aten.zero_.default:
         param = first.gradient.unit.params[first.number]

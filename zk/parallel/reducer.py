@@ -95,10 +95,10 @@ class Reducer:
                 self.reduce(store)
 
     @torch.no_grad()
-    def collect_rest(self) -> None:
+    def collect_rest(self, passes: bool = True) -> None:
         """Collect what is in ``param.grad``, which has ``loss_scale``."""
         for store in self.waiting:
-            store.grad.collect()
+            store.grad.collect(passes)
 
     @torch.no_grad()
     def reduce(self, store: UnitStore) -> None:
@@ -120,7 +120,7 @@ class Reducer:
         """step() begins: reduce what any rank has collected, and what those in backward reduce."""
         is_end = False
         while not is_end:
-            self.collect_rest()
+            self.collect_rest(passes=False)
             has_rest = any(store.grad.local is not None for store in self.waiting)
             said = self.exchange(STEP, self.num_local, has_rest)
             is_end = all(phase == STEP for phase, *_ in said)
@@ -201,8 +201,8 @@ class LossScaler:
             self.scale *= rule.factor
 
     def state_dict(self) -> dict[str, Any]:
-        counts = {"clean_steps": self.clean_steps, "patience": self.patience}
-        return {"scale": self.scale, **counts, "active": self.is_active}
+        names = "scale", "clean_steps", "patience"
+        return {name: getattr(self, name) for name in names} | {"active": self.is_active}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the scale of a run that had one; that of bf16 or fp32 says nothing about fp16."""
