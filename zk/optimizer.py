@@ -190,7 +190,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._groups = self._groups_now()
 
     def _groups_now(self) -> list[Any]:
-        return [(id(g), len(g["params"])) for o in (self, *self._inners) for g in o.param_groups]
+        groups = [group for owner in (self, *self._inners) for group in owner.param_groups]
+        return [(id(group), {*map(id, group["params"])}) for group in groups]
 
     # ---- the step --------------------------------------------------------------------------------
 
@@ -254,7 +255,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not any(store.grad.is_taken for store in self._trained):
             raise NoGradient("step() found no gradient: call backward() before, zero_grad() after")
         squares = squares_of(store.grad for store in self._trained)
-        sums = self._layout.sharers.total("norm", [squares])
+        sums = [sum(row[0] for row in self._layout.sharers.rows("norm", [squares]))]
         return math.sqrt(sum(self._seams.chain("totals", sums)))
 
     def _update(self, scale: float) -> None:
@@ -434,8 +435,6 @@ def check_types(model: Any, optimizer: Any, config: Any) -> list[torch.optim.Opt
     optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
     require(optimizers, "the list of optimizers is empty; give at least one")
     for one in optimizers:
-        words = "the optimizer is a ZeroOptimizer already; wrap torch's optimizer once"
-        require(not isinstance(one, ZeroOptimizer), words)
         require(
             isinstance(one, torch.optim.Optimizer),
             "optimizer must be a torch.optim.Optimizer, or several, or None for a frozen model; got "

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_  # the function itself, before there is a ZeroOptimizer: as scripts do
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import zk
 from tests.models import GPT, adamw, batch, descend, gpt, loss_of, step
@@ -315,10 +316,12 @@ def test_changed_groups_torchs_grad_scaler_and_a_step_between_forward_and_backwa
     with pytest.raises(RuntimeError, match=r"leave torch.amp.GradScaler out: loss_scale=.* optimizer.backward\(loss\)"):
         scaler.step(optimizer)
     (group,) = optimizer.param_groups
-    group["amsgrad"] = True
-    with pytest.raises(ValueError, match="asks for max_exp_avg_sq"):
-        optimizer.step()
-    group.update(amsgrad=False, params=group["params"][:-1])
+    for wrong in ({"amsgrad": True}, {"eps": None}):
+        group.update(wrong)
+        with pytest.raises((ValueError, TypeError), match=r"asks for max_exp_avg_sq|number, not 'NoneType'"):
+            optimizer.step()
+        group.update(amsgrad=False, eps=1e-8)
+    group["params"] = [*group["params"][:-1], nn.Parameter(torch.ones(2))]
     with pytest.raises(ValueError, match="param_groups have other parameters"):
         optimizer.step()
     group["params"] = list(model.parameters())
@@ -418,7 +421,7 @@ def test_what_is_written_before_an_error_is_kept_and_its_masters_follow(stage: i
 
 
 def test_what_is_gathered_shows_what_is_written_and_a_step_that_is_made_inside(tmp_path: Path) -> None:
-    (model, optimizer), _ = both(stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path)
+    (model, optimizer), _ = both(stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path, overlap_step=True)
     with zk.gather(model.parameters(), write=True) as values, torch.no_grad():
         for value in values:
             value.add_(1)
@@ -445,10 +448,11 @@ SCHEDULES: dict[tuple[str, str], Callable[..., Any]] = {  # of the user's optimi
 
 @pytest.mark.usefixtures("torch_engine")
 @pytest.mark.parametrize(("whose", "kind"), SCHEDULES)
-def test_schedulers_drive_it_from_either_optimizer(whose: str, kind: str, recwarn: pytest.WarningsRecorder) -> None:
+def test_schedulers_and_hooks_of_all_optimizers_work(whose: str, kind: str, recwarn: pytest.WarningsRecorder, request: pytest.FixtureRequest) -> None:
     model, plain = pair()
     (inner, theirs), make = (make_optimizer(kind, list(one.parameters())) for one in (model, plain)), SCHEDULES[whose, kind]
-    first = make(inner) if whose == "inner" else None
+    first, stepped = make(inner) if whose == "inner" else None, []
+    request.addfinalizer(register_optimizer_step_post_hook(lambda one, *_: stepped.append(one)).remove)
     with zk.ZeroOptimizer(model, inner) as optimizer:
         assert isinstance(optimizer, torch.optim.Optimizer) and all(map(operator.is_, optimizer.param_groups, inner.param_groups))
         schedules = [first or make(optimizer), make(theirs)]
@@ -456,6 +460,7 @@ def test_schedulers_drive_it_from_either_optimizer(whose: str, kind: str, recwar
             assert step(model, optimizer, seed) == step(plain, theirs, seed)
             for schedule in schedules:
                 schedule.step(*([1.0] if kind == "ASGD" else []))
+    assert stepped == [optimizer, theirs] * 4
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
     assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
 

@@ -42,12 +42,11 @@ class Overlap(Addon):
         self.optimizer = optimizer
 
     def updater(self) -> Any:
-        return self.begin
+        return None if +self.optimizer._runtime.held else self.begin  # who holds units reads them
 
     def begin(self, stores: list[UnitStore], step: Step) -> None:
         """Update in the order of forward, and return at once."""
-        used = {*stores}
-        self.pending = {store: Future() for store in self.optimizer._trained if store in used}
+        self.pending = {store: Future() for store in self.optimizer._trained if store in stores}
         for store, future in self.pending.items():
             store.updating = future.result
         self.executor.submit(self.run, [*self.pending], step)
@@ -58,8 +57,7 @@ class Overlap(Addon):
             self.optimizer._update_units(stores, step)
         except BaseException as error:  # whoever uses a unit hears of it
             for future in self.pending.values():
-                if not future.done():
-                    future.set_exception(error)
+                future.set_exception(error)
 
     def updated(self, store: UnitStore) -> None:
-        self.pending[store].set_result(None)
+        self.pending.pop(store, Future()).set_result(None)

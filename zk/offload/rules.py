@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from zk.kernels.codec import Codec as Codec
 from zk.kernels.codec import state_fields
 from zk.kernels.reference import AdamStep
+from zk.logs import require
 from zk.offload import cpu_adam
 from zk.unit import Unit
 
@@ -76,10 +77,12 @@ class AdamRule(Rule):
         self.decoupled = isinstance(inner, torch.optim.AdamW)  # where groups do not say it
 
     def check(self) -> None:
-        if any(group.get("amsgrad") for group in self.inner.param_groups):
-            raise ValueError(
+        for group in self.inner.param_groups:
+            AdamStep.of(group, self.decoupled, 1)  # raises for what cannot be an option
+            require(
+                not group.get("amsgrad"),
                 "a group has amsgrad=True now, which asks for max_exp_avg_sq: give it to the optimizer "
-                "before the ZeroOptimizer is made"
+                "before the ZeroOptimizer is made",
             )
 
     def update(
@@ -111,6 +114,15 @@ class StepRule(Rule):
         state = begun or self.step_of_ones(group, {})
         self.names = tuple(name for name, value in state.items() if is_field(value))
 
+    def check(self) -> None:
+        for group in self.inner.param_groups:
+            state = self.step_of_ones(group, self.first)
+            require(
+                state.keys() - numbers_of(state) == {*self.names},
+                f"options of a {type(self.inner).__name__} ask for other states than {self.names}: give "
+                "them to the optimizer before zk has it",
+            )
+
     def update(
         self, codec: Codec, fields: Fields, grad: Tensor, group: Group, step: int, scale: float
     ) -> None:
@@ -121,11 +133,6 @@ class StepRule(Rule):
         if step > 1 or self.first:
             state = {name: fields[name] for name in self.names} | self.numbers(group, step - 1)
         after = self.run(group, param, state)
-        if {name for name, value in after.items() if is_field(value)} != set(self.names):
-            raise ValueError(
-                f"options of a {type(self.inner).__name__} ask for other states than {self.names}: give "
-                "them to the optimizer before zk has it"
-            )
         for name in self.names:
             if after[name].data_ptr() != fields[name].data_ptr():
                 fields[name].copy_(after[name])
@@ -139,7 +146,7 @@ class StepRule(Rule):
         worker.param_groups = [{**group, **plain, "params": [param]}]
         state = {n: v if is_field(v) else copy.deepcopy(v) for n, v in state.items()}
         worker.state = defaultdict(dict, {param: state} if state else {})
-        worker.step()
+        type(worker).step.__wrapped__(worker)  # type: ignore[attr-defined]  # without torch's hooks
         return dict(worker.state[param])
 
     def numbers(self, group: Group, step: int) -> dict[str, Tensor]:
@@ -187,8 +194,7 @@ ELEMENTWISE = *ADAM, *(getattr(torch.optim, name) for name in OTHERS)
 
 
 def is_plain_adam(unit: Unit, inner: torch.optim.Optimizer) -> bool:
-    amsgrad = any(group.get("amsgrad") for group in inner.param_groups)
-    return steps_as(inner, ADAM) and not amsgrad
+    return steps_as(inner, ADAM) and not any(g.get("amsgrad") for g in inner.param_groups)
 
 
 Rules = list[tuple[Callable[[Unit, torch.optim.Optimizer], bool], Callable[..., Rule]]]
