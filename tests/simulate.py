@@ -641,13 +641,13 @@ def skipped_counted(self: Any) -> float:
     return norm
 
 
-PUBLISH, READ, REDUCE, TOTAL = files.publish, file.File.read_async, zk.ZeroOptimizer._reduce, comm.Comm.total
+PUBLISH, READ, REDUCE, ROWS = files.publish, file.File.read_async, zk.ZeroOptimizer._reduce, comm.Comm.rows
 DEFECTS: dict[str, Any] = {
     "read not awaited": lambda: patch(tiers.HostChunk, "wait", nothing),
     "update not awaited": lambda: patch(store.UnitStore, "wait", nothing),
     "gather not awaited": lambda: patch(comm.Collective, "wait", nothing),
     "rank dropped from sums": lambda: patch(reference, "reduce", lambda rows, out: out.copy_(rows[:-1].float().sum(0) / len(rows))),
-    "norm of the own shard": lambda: patch(comm.Comm, "total", lambda self, *given: given[1] if given[0] == "norm" else TOTAL(self, *given)),
+    "norm of the own shard": lambda: patch(comm.Comm, "rows", lambda self, *given: [given[1]] if given[0] == "norm" else ROWS(self, *given)),
     "ranks not told of an error": lambda: patch(comm.Comm, "together", lambda self, about: contextlib.nullcontext()),
     "error of the drive swallowed": lambda: patch(file.Request, "wait", lambda self: concurrent.futures.wait(self.blocks)),
     "drive not checked": lambda: patch(checksums, "checksum", lambda data: 0),

@@ -24,22 +24,17 @@ def _ranks() -> tuple[int, int]:
     return (int(rank), int(world)) if rank.isdigit() and world.isdigit() else (0, 1)
 
 
-class _Signed(logging.Filter):
-    """Puts ``zk:`` and the rank in front; ``everywhere`` False drops what another rank than the first says."""
-
-    def __init__(self, everywhere: bool):
-        self.everywhere = everywhere
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        rank, world = _ranks()
-        record.msg = f"zk: rank {rank}: {record.msg}" if world > 1 else f"zk: {record.msg}"
-        return self.everywhere or rank == 0
+def _signed(record: logging.LogRecord) -> bool:
+    """Put ``zk:`` and the rank in front; drop what all ranks say, but for the first one's."""
+    rank, world = _ranks()
+    record.msg = f"zk: rank {rank}: {record.msg}" if world > 1 else f"zk: {record.msg}"
+    return record.name != log.name or rank == 0
 
 
 log = logging.getLogger("zk")  # what all ranks say
 rank_log = logging.getLogger("zk.rank")  # what is this rank's own
-log.addFilter(_Signed(everywhere=False))
-rank_log.addFilter(_Signed(everywhere=True))
+log.addFilter(_signed)
+rank_log.addFilter(_signed)
 
 
 def is_quiet() -> bool:

@@ -122,7 +122,7 @@ def host_memory() -> tuple[int, int]:
     kernel drops where memory is short counts as free.
     """
     machine = psutil.virtual_memory()
-    total, free = int(machine.total), int(machine.available)
+    total, free = machine.total, machine.available
     own = CGROUPS / OWN_CGROUPS.read_text().rpartition("0::/")[2].strip()
     for group in (own, *own.parents):
         with contextlib.suppress(OSError, ValueError):  # without a limit ("max"), or no group

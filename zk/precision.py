@@ -64,7 +64,7 @@ class CastInputs:
             is_cast = isinstance(value, Tensor) and value.dtype in CASTABLE
             return value.to(self.dtype) if is_cast else value
 
-        return tree_map(cast, args), tree_map(cast, kwargs)
+        return tree_map(cast, (args, kwargs))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -188,8 +188,7 @@ class UnitStore:
 
     def check_unchanged(self) -> None:
         """RuntimeError if a parameter was changed at stage 3 where that is lost."""
-        changed = self.changed()
-        if changed:
+        if changed := self.changed():
             self.take_back()
             raise RuntimeError(
                 f"{self.unit.names[changed[0]]!r} was changed, and at stage 3 that is lost: change it "

@@ -84,9 +84,8 @@ class Checked(Addon):
 
 def unfrozen(optimizer: Any) -> dict[nn.Parameter, Any]:
     """Parameters of groups that were frozen when the units were made: the stores that have them."""
-    stores = optimizer._runtime.store_of
-    params = [param for param in optimizer._layout.owners if param.requires_grad]
-    return {param: stores[param] for param in params if not stores[param].unit.is_trained}
+    stores, owners = optimizer._runtime.store_of, optimizer._layout.owners
+    return {p: stores[p] for p in owners if p.requires_grad and not stores[p].unit.is_trained}
 
 
 @functools.cache

@@ -22,8 +22,7 @@ class Compared(Addon):
 
     def check(self, model: Any, optimizers: Any, config: object) -> None:
         values = {name: value for name, value in vars(config).items() if name not in OWN}
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        for number, group in enumerate(groups):
+        for number, group in enumerate(g for one in optimizers for g in one.param_groups):
             options = group | {"params": len(group["params"]), "name": ""}
             values |= {f"param_groups[{number}][{key!r}]": value for key, value in options.items()}
         for name, param in model.named_parameters():

@@ -42,8 +42,10 @@ class Parts(Addon):
         self.model, self.inners = model, optimizers
         self.options = config.clip_grad_norm, config.loss_scale
         self.group, ends = map(config.options.get, ("model_parallel_group", "replicated_params"))
-        words = "model_parallel_group= and replicated_params= need each other ([] for none)"
-        require((self.group is None) == (ends is None), words)
+        require(
+            (self.group is None) == (ends is None),
+            "model_parallel_group= and replicated_params= need each other ([] for none)",
+        )
         if self.group is not None:
             PARSERS["process_group"](self.group, "model_parallel_group")
         names: Any = dict(model.named_parameters())
@@ -52,8 +54,10 @@ class Parts(Addon):
             require(found, f"replicated_params: no parameter's name is, or ends with, {end!r}")
             self.replicated |= found
         if whole := self.make_local(names):
-            words = "DTensors say which ranks hold other parts: remove model_parallel_group="
-            require(self.group is None, words)
+            require(
+                self.group is None,
+                "DTensors say which ranks hold other parts: remove model_parallel_group=",
+            )
             self.group, *more = {one.device_mesh.get_group() for one in whole.values()}
             require(not more, "all DTensors of a model must be over one mesh")
             cut = {name for name, one in whole.items() if one.placements[0].is_shard()}
@@ -91,7 +95,8 @@ class Parts(Addon):
             return sums
         trained = self.optimizer._trained
         mine = squares_of(s.grad for s in trained if s.unit.names[0] in self.replicated)
-        own, alike = self.compare(*sums, *self.optimizer._layout.sharers.total("norm", [mine]))
+        rows = self.optimizer._layout.sharers.rows("norm", [mine])
+        own, alike = self.compare(*sums, sum(row[0] for row in rows))
         require(
             not max(alike) - min(alike) > 1e-3 * max(alike),
             f"parts have other gradients of replicated_params: squared norms are {alike}; reduce "
@@ -105,8 +110,11 @@ class Parts(Addon):
         rows = self.parts.rows("steps of parts", [self.optimizer.num_steps, *mine])
         steps, *values = zip(*rows, strict=True)
         said = [*map(int, steps)]
-        words = f"parts have made {said} steps: load a checkpoint that all have (remove newer ones)"
-        require(len({*said}) == 1, words, RuntimeError)
+        require(
+            len({*said}) == 1,
+            f"parts have made {said} steps: load a checkpoint that all have (remove newer ones)",
+            RuntimeError,
+        )
         return values
 
     def in_part(self, run: Any, directory: Any, **kwargs: Any) -> Any:

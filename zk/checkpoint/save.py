@@ -278,7 +278,7 @@ class Saver(Addon):
     def around_update(self, run: Any) -> Any:
         """Raise what went wrong, on all ranks at the same step."""
         comm, is_done = self.layout.comm, self.future is None or self.future.done()
-        if self.begun and comm.total("saves that are done", [float(is_done)]) == [comm.size]:
+        if self.begun and all(map(any, comm.rows("saves that are done", [float(is_done)]))):
             self.begun = False
             self.synchronized()
         return run

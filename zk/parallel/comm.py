@@ -50,9 +50,8 @@ class Comm:
 
     def __init__(self, group: Group = None, alone: bool = False):
         self.group = group
-        is_one = alone or not dist.is_initialized()
-        ranks = (1, 0) if is_one else (dist.get_world_size(group), dist.get_rank(group))
-        self.size, self.rank = ranks
+        alone = alone or not dist.is_initialized()
+        self.size, self.rank = (1, 0) if alone else (dist.get_world_size(group), dist.get_rank(group))
         self.sharers = self  # an add-on may have fewer ranks share states
         self.way = 0  # a checksum of the collectives since ranks exchanged words
         self.of_host = host_group(group or dist.group.WORLD) if self.size > 1 else group
@@ -106,10 +105,6 @@ class Comm:
                 self.way = 0
                 raise RuntimeError("their collectives before this one differ")
         return rows[:, 1 : len(values) + 1].tolist()  # type: ignore[no-any-return]
-
-    def total(self, about: str, values: list[float]) -> list[float]:
-        """The sum over ranks of each number, in the order of ranks: the same on all."""
-        return [sum(column) for column in zip(*self.rows(about, values), strict=True)]
 
     def words(self, about: str, value: Any) -> list[Any]:
         """What each rank says: any value that can be pickled."""
