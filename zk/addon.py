@@ -191,5 +191,5 @@ def make(options: dict[str, Any]) -> list[Addon]:
     TypeError for an option without its file.
     """
     always = [found(name, ALWAYS, ImportError)() for name in ALWAYS]
-    asked = ((n, v) for n, v in options.items() if v is not None and v is not False)
-    return always + [found(name, OPTIONS, TypeError)(value) for name, value in asked]
+    asked = [name for name, value in options.items() if value is not None and value is not False]
+    return always + [found(name, OPTIONS, TypeError)(options[name]) for name in asked]

@@ -190,8 +190,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._groups = self._groups_now()
 
     def _groups_now(self) -> list[Any]:
-        groups = [group for owner in (self, *self._inners) for group in owner.param_groups]
-        return [(id(group), {*map(id, group["params"])}) for group in groups]
+        owners = (self, *self._inners)
+        return [(id(g), {*map(id, g["params"])}) for owner in owners for g in owner.param_groups]
 
     # ---- the step --------------------------------------------------------------------------------
 

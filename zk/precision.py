@@ -47,8 +47,7 @@ def dtypes_of(
 def matching(model: nn.Module, entry: Entry) -> set[Tensor]:
     """Parameters of a class of modules, or with a word among the dotted parts of their names."""
     if isinstance(entry, type):
-        modules = (module for module in model.modules() if isinstance(module, entry))
-        return {param for module in modules for param in module.parameters()}
+        return {p for m in model.modules() if isinstance(m, entry) for p in m.parameters()}
     pairs = model.named_parameters(remove_duplicate=False)
     return {param for name, param in pairs if f".{entry}." in f".{name}."}
 

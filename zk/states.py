@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 def order_of(optimizer: ZeroOptimizer) -> dict[Any, int]:
     """Parameters by their numbers in torch's state dicts."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    return {param: number for number, param in enumerate(params)}
+    return {p: n for n, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
 
 
 def states_of_inners(optimizer: ZeroOptimizer) -> dict[str, Any]:

@@ -118,8 +118,12 @@ def find_units(model: nn.Module, blocks: dict[str, nn.Module], kind_of: Any) -> 
     """
     homes: dict[nn.Parameter, str] = {}
     alone = {name: m for name, m in model.named_modules() if getattr(m, "travels_alone", False)}
-    leaves = ((n, m) for n, m in model.named_modules() if not (m._modules or is_inside(n, blocks)))
-    large = {n: m for n, m in leaves if sum(map(Tensor.numel, m.parameters())) >= LARGE}
+    large = {
+        name: module
+        for name, module in model.named_modules()
+        if not (module._modules or is_inside(name, blocks))
+        and sum(map(Tensor.numel, module.parameters())) >= LARGE
+    }
     blocks = blocks | large | alone
     for name, block in blocks.items():  # an inner block comes later, and takes its own
         for param in block.parameters():

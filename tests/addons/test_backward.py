@@ -35,7 +35,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("early", "3 host", {"dtype": "fp32", "units": (nn.Linear,)}),
     ("early", "2 host", {"dtype": "fp16", "loss_scale": DynamicLossScale(init=2.0**17, hysteresis=1, window=3)}),
     ("early", "2 host", {"kind": torch.optim.SGD}),
-    ("early", "2 host", {"kind": KINDS["Clamped"], "elementwise": True, "dtype": "fp32"}),
+    ("early", "2 host", {"kind": KINDS["InPlace"], "elementwise": True, "dtype": "fp32"}),
     ("early", "2 host", {"state_dtype": "bf16"}),
     ("early", "2 host", {"state_dtype": "8bit"}),
     ("early", "2 host", {"clip_grad_norm": None, "model": "frozen"}),

@@ -123,22 +123,22 @@ class Elementwise(Addon):
     def compare(self, rule: Any, group: Any) -> None:
         """Raise if anything is not the same where zk updates parts."""
         shapes = {tuple(min(n, 96) for n in param.shape) for param in group["params"]}
-        params: Any = [torch.randn(shape, dtype=torch.float32) for shape in [*shapes] * 2]
+        params = [torch.randn(shape, dtype=torch.float32) for shape in [*shapes] * 2]
         kept = [{n: p * (n == "param") for n in ("param", *rule.names)} for p in params]
         worker = copy(rule.inner)
         worker.param_groups, worker.state = [group | {"params": params}], defaultdict(dict)
         for count in range(1, 5):
-            for param in params:
-                param.grad = torch.randn_like(param)
-            worker.step()
             for param, fields in zip(params, kept, strict=True):
+                param.grad = torch.randn_like(param)
                 for *parts, grad in zip(
                     *map(self.cut, (*fields.values(), param.grad)), strict=True
                 ):
                     own = dict(zip(fields, parts, strict=True))
                     rule.update(Codec({}), own, grad, group, count, 1.0)
-                ours, state = fields | rule.numbers(group, count), worker.state[param]
-                torch.testing.assert_close(ours, {"param": param, **state}, rtol=0, atol=0)
+            worker.step()  # which may change gradients
+            for param, fields in zip(params, kept, strict=True):
+                want = {"param": param, **worker.state[param]}
+                torch.testing.assert_close(fields | rule.numbers(group, count), want, rtol=0, atol=0)
 
 
 class Parameterwise(Elementwise):

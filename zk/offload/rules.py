@@ -11,6 +11,7 @@ it), and the optimizer's own ("exp_avg", "momentum_buffer", ...). A group is one
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable
@@ -109,18 +110,18 @@ class StepRule(Rule):
         wide = (inner.state.get(param, {}) for param in group["params"] if param.ndim)
         begun: Any = next(wide, {})
         self.first = numbers_of(begun) if begun.get("step", 1) == 0 else {}  # Adagrad's
-        # by group and count
+        # by a group's first parameter, and by count
         self.known = defaultdict[int, Any](lambda: {0: self.first})
         state = begun or self.step_of_ones(group, {})
         self.names = tuple(name for name, value in state.items() if is_field(value))
 
     def check(self) -> None:
-        for group in self.inner.param_groups:
+        for group in [group for group in self.inner.param_groups if group["params"]]:
             state = self.step_of_ones(group, self.first)
             require(
                 state.keys() - numbers_of(state) == {*self.names},
-                f"options of a {type(self.inner).__name__} ask for other states than {self.names}: give "
-                "them to the optimizer before zk has it",
+                f"options of a {type(self.inner).__name__} ask for other states than {self.names}: keep "
+                "those that zk has seen, and give groups that differ in this to optimizers of their own",
             )
 
     def update(
@@ -151,7 +152,7 @@ class StepRule(Rule):
 
     def numbers(self, group: Group, step: int) -> dict[str, Tensor]:
         """Counters such as "step". They follow from options and counts: the same on all ranks."""
-        known = self.known[id(group["params"])]
+        known = self.known[id(group["params"][0])]
         last = next(count for count in range(step, -1, -1) if count in known)
         for count in range(last, step):
             known[count + 1] = numbers_of(self.step_of_ones(group, known[count]))
@@ -160,7 +161,7 @@ class StepRule(Rule):
         return known[step]  # type: ignore[no-any-return]
 
     def know(self, group: Group, step: int, numbers: dict[str, Tensor]) -> None:
-        self.known[id(group["params"])][step] = copy.deepcopy(numbers) or self.first
+        self.known[id(group["params"][0])][step] = copy.deepcopy(numbers) or self.first
 
     def step_of_ones(self, group: Group, numbers: dict[str, Tensor]) -> dict[str, Any]:
         param = nn.Parameter(torch.ones(2, dtype=torch.float32))
@@ -179,10 +180,14 @@ def numbers_of(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if not is_field(value)}
 
 
+TORCHS = "torch.optim.optimizer"  # what it has put around a step() keeps that, and nothing else
+unwrapped = functools.partial(inspect.unwrap, stop=lambda f: f.__globals__["__name__"] != TORCHS)
+
+
 def steps_as(inner: torch.optim.Optimizer, kinds: tuple[type[torch.optim.Optimizer], ...]) -> bool:
     """Tell if ``inner`` is one of ``kinds``, or a subclass that keeps its step()."""
     return any(
-        isinstance(inner, kind) and inspect.unwrap(type(inner).step) is inspect.unwrap(kind.step)
+        isinstance(inner, kind) and unwrapped(type(inner).step) is unwrapped(kind.step)
         for kind in kinds
     )
 

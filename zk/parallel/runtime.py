@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 Call = Callable[..., Any]
 set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
 GATHERED_IN_BACKWARD = 3  # units beside those that are prefetched
-# of all optimizers that are open, in the order in which they were made
-RUNTIMES: weakref.WeakKeyDictionary[Runtime, None] = weakref.WeakKeyDictionary()
+RUNTIMES: weakref.WeakKeyDictionary[Runtime, None] = weakref.WeakKeyDictionary()  # as made
 
 
 class Runtime:
