@@ -175,8 +175,8 @@ def check_memory_is_own(model: nn.Module, names: Names) -> None:
             gc.collect()  # what nobody can read any more may be in a cycle
         if torch._C._storage_Use_Count(memory) > known[memory] + 1:
             log.warning(
-                "a tensor outside of the model has the memory of %r: it sees no update, and what is "
-                "written to it is lost; take it, and others, once the ZeroOptimizer is made",
+                "a tensor outside of the model, or a graph that waits for backward, has the memory of "
+                "%r: it sees no update, and writes to it are lost; take it after ZeroOptimizer is made",
                 name,
             )
             break

@@ -50,7 +50,7 @@ class Experts(Addon):
         return blocks | found
 
     def attach(self, optimizer: Any) -> None:
-        runtime: Any = optimizer._runtime
+        runtime = optimizer._runtime
         self.runtime, self.ranks = runtime, optimizer._layout.comm
         self.plain, end = runtime.use, runtime.end_of_backward
         self.is_shared = self.ranks.size > 1 and runtime.partitions

@@ -35,7 +35,7 @@ class InPlace(Addon):
         )
         dtype_of = dtypes_of(model, config.dtype, config.keep_dtype)
         for param in model.parameters():
-            source: Any = promise_of(param)
+            source = promise_of(param)
             if getattr(source, "converter", 0) is None and not param.requires_grad:
                 values = source.make()
                 if values.dtype == dtype_of(param) and values.stride() == param.stride():

@@ -84,10 +84,7 @@ class Gradient:
         self.leave([old or index in new for index, old in enumerate(self.present)])
 
     def look(self, passes: bool) -> dict[int, Tensor]:
-        """What is new in ``param.grad``; what users have removed there, or replaced, is forgotten.
-
-        Backward ``passes`` by what a step has used, where parameters were frozen since.
-        """
+        """What is new in ``param.grad``; what users have removed there, or replaced, is forgotten."""
         new, removed, stale = dict[int, Tensor](), [], None
         for index, (param, mark) in enumerate(zip(self.unit.params, self.marks, strict=True)):
             grad = param.grad
@@ -105,7 +102,7 @@ class Gradient:
                 new[index] = grad.detach()
             if mark is not None and (grad is None or grad is not self.added.get(index)):
                 removed.append(index)
-        if stale and (new or not passes):
+        if stale and (new or not passes):  # backward passes by what is frozen since its step
             raise stale
         for index in removed:
             self.present[index], self.marks[index] = False, None
@@ -363,14 +360,14 @@ def change(func: Any, lefts: list[Left], args: Any) -> None:
     operand: Any = args[1] if len(args) > 1 else None
     is_number = isinstance(operand, (int, float)) or getattr(operand, "ndim", 1) == 0
     whole = func if first.part is None else None
-    node: Any = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    param = first.gradient.unit.params[first.number]
     if func is aten._foreach_mul_.Tensor:
         for value in args[0]:
             value.mul_(operand)
-    elif whole is aten.add_.Tensor and type(node).__name__ == "AccumulateGrad":
+    elif whole is aten.add_.Tensor and getattr(node, "variable", None) is param:
         first.add_later(operand)
     elif whole is aten.zero_.default:
-        param = first.gradient.unit.params[first.number]
         if param.grad is not first:
             raise first.gone()
         param.grad = torch.zeros(first.shape, dtype=first.dtype, device=first.device)
