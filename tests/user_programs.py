@@ -308,8 +308,7 @@ grads = torch.autograd.grad(run.loss(), params, create_graph=True)
 product = torch.autograd.grad(torch.stack([grad.sum() for grad in grads]).sum(), params, allow_unused=True)
 for param, grad in zip(params, product, strict=True): param.grad = grad
 # penalize_through_a_checkpoint
-x = run.batch(8).requires_grad_()
-y = head(checkpoint(run.model.blocks[0], x, use_reentrant=False))
+x = run.batch(8).requires_grad_(); y = head(checkpoint(run.model.blocks[0], x, use_reentrant=False))
 (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
 run.descend(grad.square().sum(1).mean())
 # checkpoint_the_whole_model
@@ -346,8 +345,7 @@ run.descend(run.model(run.batch(8), run.ids()))
 run.descend(run.model(run.ids()).square().mean())
 == run.backward(); run.finish() == pass
 # read_state | ELSEWHERE
-run.see(len(state))
-run.see(state[head.weight]["exp_avg"].norm()); run.see(state[head.weight]["step"])
+run.see(len(state)); run.see(state[head.weight]["exp_avg"].norm()); run.see(state[head.weight]["step"])
 run.see(sum(value.numel() for values in state.values() for value in values.values()))
 # write_state | ELSEWHERE
 state[head.weight]["exp_avg"].mul_(0.5)
@@ -355,8 +353,7 @@ for param in params: state[param]["exp_avg_sq"] = state[param]["exp_avg_sq"] * 0
 # restart_steps_in_state | OTHER
 for values in state.values(): values["step"].zero_()
 # forget_state | ELSEWHERE
-if run.step == 1: state.clear()
-if run.step == 2: state.pop(head.weight)
+if run.step: state.clear() if run.step == 1 else state.pop(head.weight)
 run.see(len(state))
 # replace_state | ELSEWHERE
 if run.step == 1: run.optimizer.state = defaultdict(dict)

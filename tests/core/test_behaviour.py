@@ -308,6 +308,9 @@ def test_counters_of_old_steps_are_kept_for_some_from_which_others_follow() -> N
     want = early.numbers(group, 70)
     late.numbers(group, 150)
     assert late.numbers(group | {"params": [*group["params"]]}, 70) == want and len(late.known[id(group["params"][0])]) < 20
+    early.names += ("another",)
+    with pytest.raises(ValueError, match="options of a NAdam ask for other states than"):
+        early.check()
 
 
 def test_changed_groups_torchs_grad_scaler_and_a_step_between_forward_and_backward_are_refused() -> None:
