@@ -44,9 +44,9 @@ class Overlap(Addon):
     def updater(self) -> Any:
         return None if +self.optimizer._runtime.held else self.begin  # who holds units reads them
 
-    def begin(self, stores: list[UnitStore], step: Step) -> None:
+    def begin(self, stores: object, step: Step) -> None:
         """Update in the order of forward, and return at once."""
-        self.pending = {store: Future() for store in self.optimizer._trained if store in stores}
+        self.pending = {s: Future() for s in self.optimizer._trained if s.grad.is_taken}
         for store, future in self.pending.items():
             store.updating = future.result
         self.executor.submit(self.run, [*self.pending], step)

@@ -22,8 +22,9 @@ class StateDtype(Addon):
     """It stands before all other rules, and refuses optimizers that are not Adam."""
 
     def __init__(self, value: Any):
-        self.dtype, said = DTYPES.get(value, value), "state_dtype must be 'fp32', 'bf16' or '8bit'"
-        require(self.dtype in DTYPES.values(), f"{said}; got {value!r}")
+        self.dtype = DTYPES.get(value, value)
+        words = f"state_dtype must be 'fp32', 'bf16' or '8bit'; got {value!r}"
+        require(self.dtype in DTYPES.values(), words)
 
     def rules(self, given: Rules) -> Rules:
         return [(self.is_for, AdamRule)]
